@@ -1,0 +1,175 @@
+/* criticalkv.h: the C API of pycriticalkv.
+ *
+ * A context of the patched llama.cpp may carry a *store*, which evicts key/value entries so that the attention output
+ * changes least (CriticalKV, arXiv 2502.03805). This header is plain C: cffi reads it as it stands.
+ *
+ * Words: an *entry* is one key/value pair of one KV head of one layer; a *slot* is its row in the cache. A kept key
+ * stays rotated for the position at which it was computed, so slot and position differ after an eviction.
+ * `n` counts entries of one head, `il` is a layer of the model, `head` a KV head.
+ *
+ * Threads: functions that take a context must not run at the same time as any other call on that context. Different
+ * contexts may be used from different threads. criticalkv_prepare and criticalkv_last_error act on the calling thread.
+ *
+ * Errors: functions that can fail return a criticalkv_status; criticalkv_last_error() then holds a sentence. After any
+ * failure the cache is as it was.
+ */
+#ifndef CRITICALKV_H
+#define CRITICALKV_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define CRITICALKV_API __declspec(dllexport)
+#else
+#define CRITICALKV_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct llama_context;
+
+enum criticalkv_status {
+    CRITICALKV_OK              = 0,
+    CRITICALKV_ERR_ARGUMENT    = 1, /* a parameter is out of range */
+    CRITICALKV_ERR_UNSUPPORTED = 2, /* this model or context cannot be evicted */
+    CRITICALKV_ERR_STATE       = 3, /* not possible now: no store, empty cache, cells with holes, unknown queries */
+    CRITICALKV_ERR_COMPUTE     = 4, /* a graph failed or was aborted, or scores were not finite */
+    CRITICALKV_ERR_MEMORY      = 5, /* memory for scratch or for staging could not be had */
+};
+
+/* What ranks an entry. */
+enum criticalkv_score {
+    CRITICALKV_SCORE_WINDOW  = 0, /* attention of the last `window` queries (SnapKV, arXiv 2404.14469) */
+    CRITICALKV_SCORE_RECENCY = 1, /* position: the most recent stay (StreamingLLM, arXiv 2309.17453) */
+    CRITICALKV_SCORE_RANDOM  = 2, /* a hash of seed, layer, head and position */
+};
+
+/* How the window's queries and the query heads of one KV head are combined. */
+enum criticalkv_aggregate {
+    CRITICALKV_AGGREGATE_MEAN = 0, /* mean over queries, pool, mean over heads */
+    CRITICALKV_AGGREGATE_MAX  = 1, /* pool, maximum over both, with the mean over entries as floor (arXiv 2510.13334) */
+};
+
+/* How values enter. */
+enum criticalkv_value {
+    CRITICALKV_VALUE_NONE     = 0, /* not at all */
+    CRITICALKV_VALUE_CRITICAL = 1, /* two stages with the projected value norm (arXiv 2502.03805, algorithm 1) */
+};
+
+/* The norm of a value projected by W_O. W_h is the block of W_O of query head h; means run over the KV head's group. */
+enum criticalkv_norm {
+    CRITICALKV_NORM_GRAM = 0, /* sqrt(mean_h |v W_h|_2^2), through one d x d Gram matrix per KV head */
+    CRITICALKV_NORM_L2   = 1, /* mean_h |v W_h|_2, one Gram matrix per query head */
+    CRITICALKV_NORM_L1   = 2, /* mean_h |v W_h|_1, the paper's */
+};
+
+struct criticalkv_params {
+    int32_t  budget;    /* entries to keep per KV head and layer, window and sinks included; 0: only on explicit request */
+    int32_t  slack;     /* entries over the budget that generation may add before it evicts again, >= 1 */
+    int32_t  window;    /* last entries, always kept; their queries observe; >= 1 */
+    int32_t  sinks;     /* first positions, always kept; >= 0 */
+    int32_t  pool;      /* odd width of the average pool over entries, >= 1 */
+    int32_t  score;     /* enum criticalkv_score */
+    int32_t  aggregate; /* enum criticalkv_aggregate */
+    int32_t  value;     /* enum criticalkv_value */
+    int32_t  norm;      /* enum criticalkv_norm */
+    double   alpha;     /* share of the free budget that stage 1 takes, 0..1 */
+    double   eps;       /* added to the attention in stage 2 (mean aggregate only), >= 0 */
+    uint64_t seed;      /* of CRITICALKV_SCORE_RANDOM */
+};
+
+struct criticalkv_stats {
+    int32_t budget;          /* entries per head in force at the last eviction, or the parameter before any */
+    int32_t n_layer;         /* layers with a cache */
+    int64_t n_tokens;        /* positions of the sequence so far, evicted ones included */
+    int64_t n_entries;       /* entries of one head now (uniform budgets: the same for all) */
+    int64_t n_entries_peak;  /* the most that one head has held since the cache was last cleared */
+    int64_t bytes_entries;   /* bytes of K and V of all entries now */
+    int64_t bytes_allocated; /* bytes of the K and V buffers as allocated */
+    int64_t bytes_per_token; /* bytes of K and V of one token, all layers, nothing evicted */
+    int64_t bytes_store;     /* bytes of the store itself: saved queries and Gram matrices */
+    int64_t n_evictions;     /* since the cache was last cleared, as are the times */
+    double  seconds_score;
+    double  seconds_select;
+    double  seconds_compact;
+    double  seconds_total;   /* of all evictions, the new reservation of the graph included */
+};
+
+struct criticalkv_layer_info {
+    int32_t n_head;    /* query heads */
+    int32_t n_head_kv; /* KV heads */
+    int32_t n_embd_k;  /* head size of keys and queries */
+    int32_t n_embd_v;  /* head size of values */
+    float   scale;     /* of the attention logits */
+    float   softcap;   /* c in c*tanh(x/c); 0: none */
+};
+
+/* What criticalkv_read returns. All f32, dequantized, the last dimension contiguous. */
+enum criticalkv_tensor {
+    CRITICALKV_TENSOR_K = 0, /* [n, n_head_kv, n_embd_k], in slot order, rotated as cached */
+    CRITICALKV_TENSOR_V = 1, /* [n, n_head_kv, n_embd_v] */
+    CRITICALKV_TENSOR_Q = 2, /* [m, n_head, n_embd_k]: the saved queries of the window, oldest first, m <= window */
+};
+
+CRITICALKV_API struct criticalkv_params criticalkv_params_default(void);
+
+/* CRITICALKV_OK if every parameter is in range, else CRITICALKV_ERR_ARGUMENT. */
+CRITICALKV_API int criticalkv_params_check(const struct criticalkv_params * params);
+
+/* The next context that this thread creates gets a store with these parameters (copied); NULL takes that back. When the
+ * context cannot have one (recurrent, encoder-decoder, MLA, ALiBi, sliding-window models; no flash attention; quantized
+ * cache; more than one sequence), creating it fails and criticalkv_last_error() says why. struct llama_context_params
+ * keeps its layout, which callers in other languages rely on; that is why the parameters do not travel in it. */
+CRITICALKV_API int criticalkv_prepare(const struct criticalkv_params * params);
+
+/* Whether every layer of a context with a store was seen to be usable when its graphs were reserved; call it once after
+ * the context was created. CRITICALKV_ERR_STATE without a store. */
+CRITICALKV_API int criticalkv_check(struct llama_context * ctx);
+
+/* Evict now down to `budget` entries per head (window and sinks included). Fewer entries than that: nothing happens.
+ * Waits for the graph in flight. The logits of the last decode stay readable. */
+CRITICALKV_API int criticalkv_evict(struct llama_context * ctx, int32_t budget);
+
+CRITICALKV_API int criticalkv_get_stats(const struct llama_context * ctx, struct criticalkv_stats * stats);
+
+/* Layers of the model that have a cache, ascending: writes at most `capacity` of them; stats.n_layer is their number. */
+CRITICALKV_API int criticalkv_get_layers(const struct llama_context * ctx, int32_t * out, int32_t capacity);
+
+/* CRITICALKV_ERR_ARGUMENT for a layer without a cache. */
+CRITICALKV_API int criticalkv_get_layer(const struct llama_context * ctx, int32_t il, struct criticalkv_layer_info * info);
+
+/* Original positions that a KV head holds, ascending: writes at most `capacity` of them and returns how many there are,
+ * or -1 on error. */
+CRITICALKV_API int32_t criticalkv_positions(const struct llama_context * ctx, int32_t il, int32_t head, int32_t * out,
+                                            int32_t capacity);
+
+/* Score now, without evicting. attn and norm: [n_head_kv, n - window] f32, row by row, each `count` floats large; entries
+ * before the window in slot order. For the maximum aggregate attn holds R before its floor. */
+CRITICALKV_API int criticalkv_scores(struct llama_context * ctx, int32_t il, float * attn, float * norm, size_t count);
+
+/* Read a tensor back (enum criticalkv_tensor), for tests and inspection. Returns the floats needed and writes them if
+ * `count` is at least that; 0 on error. */
+CRITICALKV_API size_t criticalkv_read(struct llama_context * ctx, int32_t which, int32_t il, float * out, size_t count);
+
+/* The selection by itself, a pure function. n entries of one KV head with ascending original positions pos[n]; attn and
+ * norm: n - window floats each (may be NULL where the policy does not use them). Writes the kept indices, ascending, to
+ * out[min(n, budget)] and returns their number, or -1 on error. */
+CRITICALKV_API int32_t criticalkv_select(const struct criticalkv_params * params, int32_t budget, int32_t il, int32_t head,
+                                         int32_t n, const int32_t * pos, const float * attn, const float * norm,
+                                         int32_t * out);
+
+/* A number that differs between models: a hash over shapes, types and samples of all weights. */
+CRITICALKV_API uint64_t criticalkv_model_fingerprint(const struct llama_context * ctx);
+
+/* Why the last call on this thread failed; "" if none did. Valid until the next call on this thread. */
+CRITICALKV_API const char * criticalkv_last_error(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* CRITICALKV_H */

@@ -1,0 +1,163 @@
+// The C API over a context: finds the store and turns exceptions into a status and a sentence.
+
+#include "criticalkv-error.h"
+#include "criticalkv-selection.h"
+#include "criticalkv-params.h"
+#include "criticalkv-store.h"
+#include "llama-context.h"
+#include "llama-kv-cache.h"
+
+#include <algorithm>
+#include <new>
+
+namespace criticalkv {
+
+static thread_local std::string last_error;
+
+void set_last_error(const std::string & text) {
+    last_error = text;
+}
+
+static store & store_of(const llama_context * ctx) {
+    if (ctx == nullptr) {
+        throw error(CRITICALKV_ERR_ARGUMENT, "ctx is NULL");
+    }
+    auto * cache = dynamic_cast<llama_kv_cache *>(ctx->get_memory());
+    if (cache == nullptr || !cache->kv_store) {
+        throw error(CRITICALKV_ERR_STATE, "the context was created without a store (see criticalkv_prepare)");
+    }
+    return *cache->kv_store;
+}
+
+static void require_pointer(const void * p, const char * name) {
+    if (p == nullptr) {
+        throw error(CRITICALKV_ERR_ARGUMENT, std::string(name) + " is NULL");
+    }
+}
+
+// Runs f; on an exception notes the sentence and returns its status.
+template <typename F> static int guarded(F && f) {
+    set_last_error("");
+    try {
+        f();
+        return CRITICALKV_OK;
+    } catch (const error & e) {
+        set_last_error(e.what());
+        return e.status;
+    } catch (const std::bad_alloc &) {
+        set_last_error("no memory on the host");
+        return CRITICALKV_ERR_MEMORY;
+    } catch (const std::exception & e) {
+        set_last_error(e.what());
+        return CRITICALKV_ERR_COMPUTE;
+    }
+}
+
+}  // namespace criticalkv
+
+using criticalkv::guarded;
+using criticalkv::require_pointer;
+using criticalkv::store_of;
+
+int criticalkv_check(llama_context * ctx) {
+    return guarded([&] { store_of(ctx).check_layers(); });
+}
+
+int criticalkv_evict(llama_context * ctx, int32_t budget) {
+    return guarded([&] { store_of(ctx).evict(*ctx, budget); });
+}
+
+int criticalkv_get_stats(const llama_context * ctx, criticalkv_stats * stats) {
+    return guarded([&] {
+        require_pointer(stats, "stats");
+        *stats = store_of(ctx).stats();
+    });
+}
+
+int criticalkv_get_layers(const llama_context * ctx, int32_t * out, int32_t capacity) {
+    return guarded([&] {
+        require_pointer(out, "out");
+        const std::vector<int32_t> ids = store_of(ctx).layer_ids();
+        std::copy_n(ids.begin(), std::clamp<int32_t>(capacity, 0, (int32_t) ids.size()), out);
+    });
+}
+
+int criticalkv_get_layer(const llama_context * ctx, int32_t il, criticalkv_layer_info * info) {
+    return guarded([&] {
+        require_pointer(info, "info");
+        *info = store_of(ctx).find_layer(il).info;
+    });
+}
+
+int32_t criticalkv_positions(const llama_context * ctx, int32_t il, int32_t head, int32_t * out, int32_t capacity) {
+    int32_t   n      = -1;
+    const int status = guarded([&] {
+        const criticalkv::store & s = store_of(ctx);
+        const criticalkv::layer & l = s.find_layer(il);
+        if (head < 0 || head >= l.info.n_head_kv) {
+            throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "head is " + std::to_string(head) + ", allowed: 0 to " +
+                                                                 std::to_string(l.info.n_head_kv - 1));
+        }
+        const std::vector<int32_t> pos = s.positions(l, head);
+        std::copy_n(pos.begin(), std::clamp<int32_t>(capacity, 0, (int32_t) pos.size()), out);
+        n = (int32_t) pos.size();
+    });
+    return status == CRITICALKV_OK ? n : -1;
+}
+
+int criticalkv_scores(llama_context * ctx, int32_t il, float * attn, float * norm, size_t count) {
+    return guarded([&] {
+        require_pointer(attn, "attn");
+        require_pointer(norm, "norm");
+        const criticalkv::layer_scores s = store_of(ctx).scores(*ctx, il);
+        if (count != s.attn.size()) {
+            throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "count is " + std::to_string(count) + ", needed: " +
+                                                                 std::to_string(s.attn.size()));
+        }
+        std::copy(s.attn.begin(), s.attn.end(), attn);
+        std::copy(s.norm.begin(), s.norm.end(), norm);
+    });
+}
+
+size_t criticalkv_read(llama_context * ctx, int32_t which, int32_t il, float * out, size_t count) {
+    size_t needed = 0;
+    guarded([&] {
+        const std::vector<float> data = store_of(ctx).read(*ctx, which, il);
+        if (out != nullptr && count >= data.size()) {
+            std::copy(data.begin(), data.end(), out);
+        }
+        needed = data.size();
+    });
+    return needed;
+}
+
+int32_t criticalkv_select(const criticalkv_params * params, int32_t budget, int32_t il, int32_t head, int32_t n,
+                          const int32_t * pos, const float * attn, const float * norm, int32_t * out) {
+    int32_t   kept   = -1;
+    const int status = guarded([&] {
+        require_pointer(params, "params");
+        require_pointer(pos, "pos");
+        require_pointer(out, "out");
+        criticalkv::check_params(*params);
+        if (params->score == CRITICALKV_SCORE_WINDOW) {
+            require_pointer(attn, "attn");
+        }
+        if (params->value == CRITICALKV_VALUE_CRITICAL) {
+            require_pointer(norm, "norm");
+        }
+        const std::vector<int32_t> idx = criticalkv::select_entries(*params, budget, { il, head, n, pos, attn, norm });
+        std::copy(idx.begin(), idx.end(), out);
+        kept = (int32_t) idx.size();
+    });
+    return status == CRITICALKV_OK ? kept : -1;
+}
+
+uint64_t criticalkv_model_fingerprint(const llama_context * ctx) {
+    uint64_t h = 0;
+    guarded([&] { h = store_of(ctx).fingerprint(); });
+    return h;
+}
+
+const char * criticalkv_last_error(void) {
+    return criticalkv::last_error.c_str();
+}

@@ -1,0 +1,97 @@
+// Capture: while the model runs, the last queries of every layer go to a small ring beside the cache.
+//
+// The query of position p is written to row p % window, so the graph of a decode stays the same from token to token and
+// llama.cpp keeps reusing it: only the row indices, an input, change.
+
+#include "criticalkv-store.h"
+#include "llama-graph.h"
+
+#include <algorithm>
+
+namespace criticalkv {
+
+// Row indices of the ring for the last tokens of a ubatch.
+class input_query_rows : public llm_graph_input_i {
+  public:
+    input_query_rows(store & owner, ggml_tensor * rows) : rows(rows), owner(owner) {}
+
+    void set_input(const llama_ubatch * ubatch) override {
+        const int64_t        n = rows->ne[0];
+        std::vector<int64_t> data(n);
+        for (int64_t i = 0; i < n; ++i) {
+            const llama_pos pos = ubatch->pos[ubatch->n_tokens - n + i];
+            data[i]             = pos % owner.window();
+            owner.note_query(pos);
+        }
+        ggml_backend_tensor_set(rows, data.data(), 0, ggml_nbytes(rows));
+    }
+
+    bool can_reuse(const llm_graph_params & params) override {
+        return rows->ne[0] == std::min<int64_t>(owner.window(), params.ubatch.n_tokens);
+    }
+
+    ggml_tensor * rows;  // I64 [min(window, n_tokens)]
+
+  private:
+    store & owner;
+};
+
+static ggml_tensor * query_rows(store & owner, ggml_context * ctx, llm_graph_result * res, int64_t n) {
+    for (const auto & input : res->inputs) {
+        if (auto * found = dynamic_cast<input_query_rows *>(input.get())) {
+            return found->rows;
+        }
+    }
+    ggml_tensor * rows = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, n);
+    ggml_set_input(rows);
+    ggml_set_name(rows, "criticalkv_query_rows");
+    res->add_input(std::make_unique<input_query_rows>(owner, rows));
+    return rows;
+}
+
+void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
+                    const attention_call & call) {
+    const auto found =
+        std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == call.il; });
+    if (found == layers.end()) {
+        return;
+    }
+    layer & l      = *found;
+    l.captured     = true;
+    l.wo           = call.wo;
+    l.sinks        = call.sinks;
+    l.info.scale   = call.scale;
+    l.info.softcap = call.softcap;
+    if (call.bias != nullptr) {
+        l.refused = "its attention adds a bias to the logits";
+    } else if (call.wo == nullptr) {
+        l.refused = "its output projection is not part of the attention block";
+    }
+
+    const int64_t n = std::min<int64_t>(params.window, ubatch.n_tokens);
+    ggml_tensor * q = call.q;
+    q = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n) * q->nb[2]);
+    if (!ggml_is_contiguous(q)) {
+        q = ggml_cont(ctx, q);
+    }
+    q = ggml_reshape_2d(ctx, q, q->ne[0] * q->ne[1], n);
+    ggml_build_forward_expand(gf, ggml_set_rows(ctx, l.queries, q, query_rows(*this, ctx, res, n)));
+}
+
+void store::note_query(int32_t pos) {
+    query_pos[pos % params.window] = pos;
+}
+
+std::vector<int32_t> store::window_queries() const {
+    std::vector<int32_t> pos;
+    for (int32_t p = n_positions() - 1; p >= 0 && (int32_t) pos.size() < params.window; --p) {
+        if (query_pos[p % params.window] != p) {
+            break;
+        }
+        pos.push_back(p);
+    }
+    std::reverse(pos.begin(), pos.end());
+    return pos;
+}
+
+}  // namespace criticalkv

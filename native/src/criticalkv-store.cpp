@@ -1,0 +1,522 @@
+#include "criticalkv-store.h"
+
+#include "criticalkv-error.h"
+#include "criticalkv-params.h"
+#include "criticalkv-selection.h"
+#include "llama-context.h"
+#include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
+#include "llama-memory-recurrent.h"
+#include "llama-model.h"
+
+#include <algorithm>
+#include <map>
+
+namespace criticalkv {
+
+// ---- which memories can have a store ---------------------------------------------------------------------------------
+
+static const char * refuse_memory(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams) {
+    const llama_hparams & hparams = model.hparams;
+    if (memory == nullptr) {
+        return "the model has no KV cache (encoder only, or a diffusion model)";
+    }
+    if (llama_model_has_encoder(&model)) {
+        return "encoder-decoder models are not supported";
+    }
+    if (dynamic_cast<llama_memory_recurrent *>(memory) != nullptr) {
+        return "the model is recurrent: its memory has a fixed size and no entries to evict";
+    }
+    if (dynamic_cast<llama_memory_hybrid *>(memory) != nullptr ||
+        dynamic_cast<llama_memory_hybrid_iswa *>(memory) != nullptr) {
+        return "hybrid models (attention and recurrent layers) are not supported yet";
+    }
+    if (hparams.is_mla()) {
+        return "models with multi-head latent attention (MLA) are not supported";
+    }
+    if (dynamic_cast<llama_kv_cache_iswa *>(memory) != nullptr || hparams.swa_type != LLAMA_SWA_TYPE_NONE) {
+        return "models with sliding-window layers are not supported yet";
+    }
+    if (dynamic_cast<llama_kv_cache *>(memory) == nullptr) {
+        return "the model's kind of cache is not supported";
+    }
+    if (hparams.use_alibi || hparams.f_max_alibi_bias > 0.0f) {
+        return "models with ALiBi positions are not supported";
+    }
+    if (hparams.n_pos_per_embd() > 1) {
+        return "models with more than one position per token (M-RoPE) are not supported";
+    }
+    if (hparams.ple_n_heads > 0) {
+        return "models whose embeddings read earlier tokens from the cache are not supported";
+    }
+    if (!cparams.causal_attn) {
+        return "attention is not causal";
+    }
+    if (cparams.n_seq_max != 1) {
+        return "only one sequence per context is supported (n_seq_max must be 1)";
+    }
+    if (!cparams.flash_attn || cparams.auto_fa) {
+        return "flash attention must be on (flash_attn=True), and the model must support it";
+    }
+    return nullptr;
+}
+
+static const char * refuse_layer(const layer & l) {
+    for (const ggml_tensor * t : { l.k, l.v }) {
+        if (t == nullptr) {
+            return "a layer has no V of its own";
+        }
+        if (t->type != GGML_TYPE_F16 && t->type != GGML_TYPE_F32 && t->type != GGML_TYPE_BF16) {
+            return "the cache type must be f16, bf16 or f32 (type_k, type_v); quantized caches are not supported yet";
+        }
+    }
+    if (l.info.n_head % l.info.n_head_kv != 0) {
+        return "query heads are not a multiple of KV heads";
+    }
+    if (ggml_row_size(l.k->type, l.info.n_embd_k) % 4 != 0 || ggml_row_size(l.v->type, l.info.n_embd_v) % 4 != 0) {
+        return "the head size is odd";
+    }
+    return nullptr;
+}
+
+void store::attach(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams) {
+    const criticalkv_params * params = take_prepared_params();
+    if (params == nullptr) {
+        return;
+    }
+    try {
+        if (const char * why = refuse_memory(memory, model, cparams)) {
+            throw error(CRITICALKV_ERR_UNSUPPORTED, std::string(why) + " [" + model.arch_name() + "]");
+        }
+        auto & cache     = dynamic_cast<llama_kv_cache &>(*memory);
+        cache.kv_store = std::make_shared<store>(cache, model, cparams, *params);
+    } catch (const error & e) {
+        set_last_error(e.what());
+        throw;
+    }
+}
+
+store::store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
+             const criticalkv_params & params) :
+    cache(cache), model(model), params(params), query_pos(params.window, -1), budget(params.budget) {
+    for (size_t ikv = 0; ikv < cache.layers.size(); ++ikv) {
+        const auto & from   = cache.layers[ikv];
+        layer        l      = {};
+        l.il                = (int32_t) from.il;
+        l.ikv               = ikv;
+        l.k                 = from.k;
+        l.v                 = from.v;
+        l.info.n_head       = (int32_t) model.hparams.n_head(from.il);
+        l.info.n_head_kv    = (int32_t) model.hparams.n_head_kv(from.il);
+        l.info.n_embd_k     = (int32_t) model.hparams.n_embd_head_k(from.il);
+        l.info.n_embd_v     = (int32_t) model.hparams.n_embd_head_v(from.il);
+        l.kept.resize(l.info.n_head_kv);
+        if (const char * why = refuse_layer(l)) {
+            throw error(CRITICALKV_ERR_UNSUPPORTED, why);
+        }
+        layers.push_back(l);
+    }
+    if (layers.empty() || cache.map_layer_ids.size() != cache.layers.size() || cache.other != nullptr) {
+        throw error(CRITICALKV_ERR_UNSUPPORTED, "models whose layers share a cache are not supported");
+    }
+    allocate(model, cparams.offload_kqv);
+}
+
+void store::allocate(const llama_model & model, bool offload) {
+    std::map<ggml_backend_buffer_type_t, ggml_context *> by_buft;
+    const bool with_gram = params.value == CRITICALKV_VALUE_CRITICAL && params.norm != CRITICALKV_NORM_L1;
+    for (layer & l : layers) {
+        ggml_backend_buffer_type_t buft =
+            offload ? ggml_backend_dev_buffer_type(model.dev_layer(l.il)) : ggml_backend_cpu_buffer_type();
+        if (by_buft.find(buft) == by_buft.end()) {
+            ggml_init_params init = {};
+            init.mem_size         = ggml_tensor_overhead() * 2 * layers.size();
+            init.no_alloc         = true;
+            buffers.emplace_back(ggml_context_ptr(ggml_init(init)), nullptr);
+            by_buft[buft] = buffers.back().first.get();
+        }
+        ggml_context * ctx = by_buft[buft];
+        l.queries          = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, l.info.n_embd_k * l.info.n_head, params.window);
+        ggml_format_name(l.queries, "criticalkv_queries_l%d", l.il);
+        if (with_gram) {
+            const int64_t n_gram = params.norm == CRITICALKV_NORM_GRAM ? l.info.n_head_kv : l.info.n_head;
+            l.gram = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, l.info.n_embd_v, l.info.n_embd_v, n_gram);
+            ggml_format_name(l.gram, "criticalkv_gram_l%d", l.il);
+        }
+    }
+    for (auto & [ctx, buf] : buffers) {
+        for (const auto & [buft, of_buft] : by_buft) {
+            if (of_buft == ctx.get()) {
+                buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), buft));
+            }
+        }
+        if (!buf) {
+            throw error(CRITICALKV_ERR_MEMORY, "no memory for the saved queries");
+        }
+        ggml_backend_buffer_clear(buf.get(), 0);
+    }
+}
+
+void store::check_layers() const {
+    for (const layer & l : layers) {
+        const std::string why = !l.captured ? "its attention is of an unsupported kind" : l.refused;
+        if (!why.empty()) {
+            throw error(CRITICALKV_ERR_UNSUPPORTED,
+                        "layer " + std::to_string(l.il) + " cannot be evicted: " + why + " [" + model.arch_name() + "]");
+        }
+    }
+}
+
+// ---- what the cache holds --------------------------------------------------------------------------------------------
+
+llama_kv_cells & store::cells() {
+    return cache.v_cells[0];
+}
+
+const llama_kv_cells & store::cells() const {
+    return cache.v_cells[0];
+}
+
+int32_t store::n_entries() const {
+    return (int32_t) cells().get_used();
+}
+
+int32_t store::n_positions() const {
+    return cells().seq_pos_max(0) + 1;
+}
+
+const layer & store::find_layer(int32_t il) const {
+    for (const layer & l : layers) {
+        if (l.il == il) {
+            return l;
+        }
+    }
+    throw error(CRITICALKV_ERR_ARGUMENT, "layer " + std::to_string(il) + " has no cache");
+}
+
+std::vector<int32_t> store::layer_ids() const {
+    std::vector<int32_t> ids;
+    for (const layer & l : layers) {
+        ids.push_back(l.il);
+    }
+    return ids;
+}
+
+std::vector<int32_t> store::positions(const layer & l, int32_t head) const {
+    std::vector<int32_t> pos = l.kept[head];
+    for (int32_t i = (int32_t) pos.size(); i < n_entries(); ++i) {
+        pos.push_back(cells().pos_get(i));
+    }
+    return pos;
+}
+
+// Slots are taken in order and given back from the end, so they are dense and ascending, unless a caller of the C API cut
+// a hole into a cache that was never evicted.
+void store::check_cells() const {
+    const int32_t n = n_entries();
+    bool          ok = (int32_t) cells().used_max_p1() == n;
+    for (int32_t i = 1; ok && i < n; ++i) {
+        ok = cells().pos_get(i - 1) < cells().pos_get(i);
+    }
+    if (!ok) {
+        throw error(CRITICALKV_ERR_STATE, "the cache has holes or is not in the order of positions");
+    }
+}
+
+criticalkv_stats store::stats() const {
+    criticalkv_stats s = counters;
+    s.budget           = budget;
+    s.n_layer          = (int32_t) layers.size();
+    s.n_tokens         = n_positions();
+    s.n_entries        = n_entries();
+    s.n_entries_peak   = std::max(entries_peak, n_entries());
+    for (const layer & l : layers) {
+        s.bytes_per_token += (int64_t) (ggml_row_size(l.k->type, l.k->ne[0]) + ggml_row_size(l.v->type, l.v->ne[0]));
+        s.bytes_allocated += (int64_t) (ggml_nbytes(l.k) + ggml_nbytes(l.v));
+    }
+    s.bytes_entries = s.bytes_per_token * s.n_entries;
+    for (const auto & [ctx, buf] : buffers) {
+        s.bytes_store += (int64_t) ggml_backend_buffer_get_size(buf.get());
+    }
+    return s;
+}
+
+// ---- clearing and cutting back ---------------------------------------------------------------------------------------
+
+void store::on_clear() {
+    std::fill(query_pos.begin(), query_pos.end(), -1);
+    for (layer & l : layers) {
+        for (auto & head : l.kept) {
+            head.clear();
+        }
+    }
+    evicted      = false;
+    tail_start   = 0;
+    budget       = params.budget;
+    entries_peak = 0;
+    counters     = {};
+}
+
+void store::clear_cache() {
+    cache.clear(false);
+}
+
+bool store::on_seq_rm(int32_t p0, int32_t p1) {
+    const int32_t end = n_positions();
+    p0                = std::max(p0, 0);
+    if (p1 < 0 || p1 > end) {
+        p1 = end;
+    }
+    if (p0 >= p1) {
+        return true;  // nothing there
+    }
+    if (p0 == 0 && p1 == end) {
+        on_clear();
+        return true;
+    }
+    if (evicted && (p0 < tail_start || p1 < end)) {
+        return false;
+    }
+    for (layer & l : layers) {
+        for (auto & head : l.kept) {
+            head.erase(std::lower_bound(head.begin(), head.end(), p0), head.end());
+        }
+    }
+    for (int32_t & pos : query_pos) {
+        if (pos >= p0 && pos < p1) {
+            pos = -1;
+        }
+    }
+    return true;
+}
+
+bool store::refuse(const char * operation) {
+    set_last_error(std::string(operation) + " is not supported by a cache with a budget");
+    LLAMA_LOG_ERROR("%s is not supported by a cache with a budget\n", operation);
+    return true;
+}
+
+// ---- evictions -------------------------------------------------------------------------------------------------------
+
+// The memory update that an eviction is for llama.cpp, as K-shift is one.
+class update_context : public llama_memory_context_i {
+  public:
+    update_context(store & owner, llama_context & lctx) : owner(owner), lctx(lctx) {}
+
+    bool next() override { return false; }
+
+    bool apply() override { return owner.run_request(lctx); }
+
+    const llama_ubatch & get_ubatch() const override { GGML_ABORT("an update has no ubatch"); }
+
+    llama_memory_status get_status() const override { return LLAMA_MEMORY_STATUS_SUCCESS; }
+
+  private:
+    store &         owner;
+    llama_context & lctx;
+};
+
+llama_memory_context_ptr store::init_update(llama_context * lctx, bool optimize) {
+    entries_peak = std::max(entries_peak, n_entries());
+    if (asked.what == request::NONE && optimize && budget > 0 && n_entries() > budget) {
+        asked        = {};
+        asked.what   = request::EVICT;
+        asked.budget = budget;
+    }
+    if (asked.what == request::NONE) {
+        return nullptr;
+    }
+    return std::make_unique<update_context>(*this, *lctx);
+}
+
+bool store::run_request(llama_context & lctx) {
+    const request what = asked;
+    asked              = {};
+    failure.clear();
+    failure_status = CRITICALKV_OK;
+    try {
+        check_layers();
+        check_cells();
+        if (what.what == request::EVICT) {
+            run_eviction(lctx, what.budget);
+        } else {
+            auto & l  = const_cast<layer &>(*what.target);
+            *what.out = compute_scores(lctx, l);
+        }
+    } catch (const error & e) {
+        failure        = e.what();
+        failure_status = e.status;
+    } catch (const std::bad_alloc &) {
+        failure        = "no memory on the host";
+        failure_status = CRITICALKV_ERR_MEMORY;
+    }
+    return failure.empty();
+}
+
+void store::run(llama_context & lctx, const request & what) {
+    lctx.synchronize();
+    asked = what;
+    lctx.memory_update(false);
+    asked = {};
+    if (failure_status != CRITICALKV_OK) {
+        throw error(failure_status, failure);
+    }
+}
+
+void store::evict(llama_context & lctx, int32_t new_budget) {
+    if (new_budget < least_budget(params)) {
+        throw error(CRITICALKV_ERR_ARGUMENT, "budget is " + std::to_string(new_budget) + ", allowed: at least " +
+                                                 std::to_string(least_budget(params)) + " (window + sinks + 1)");
+    }
+    budget = new_budget;
+    if (n_entries() <= budget) {
+        return;
+    }
+    const int64_t t0 = ggml_time_us();
+    request       what;
+    what.what   = request::EVICT;
+    what.budget = new_budget;
+    run(lctx, what);
+    counters.seconds_total += (double) (ggml_time_us() - t0) * 1e-6;
+}
+
+layer_scores store::scores(llama_context & lctx, int32_t il) {
+    layer_scores out;
+    request      what;
+    what.what   = request::SCORE;
+    what.target = &find_layer(il);
+    what.out    = &out;
+    run(lctx, what);
+    return out;
+}
+
+store::keep_lists store::choose(llama_context & lctx, int32_t new_budget) {
+    const int32_t n        = n_entries();
+    const int32_t n_before = n - params.window;
+    keep_lists    keep;
+    for (layer & l : layers) {
+        const int64_t t0 = ggml_time_us();
+        layer_scores  scored;
+        if (params.score == CRITICALKV_SCORE_WINDOW) {
+            scored = compute_scores(lctx, l);
+        }
+        const int64_t t1 = ggml_time_us();
+        keep.emplace_back();
+        for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
+            const std::vector<int32_t> pos  = positions(l, head);
+            const size_t               row  = (size_t) head * n_before;
+            const float *              attn = scored.attn.empty() ? nullptr : scored.attn.data() + row;
+            const float *              norm = scored.norm.empty() ? nullptr : scored.norm.data() + row;
+            keep.back().push_back(select_entries(params, new_budget, { l.il, head, n, pos.data(), attn, norm }));
+        }
+        counters.seconds_score += (double) (t1 - t0) * 1e-6;
+        counters.seconds_select += (double) (ggml_time_us() - t1) * 1e-6;
+    }
+    return keep;
+}
+
+store::kept_positions store::positions_of(const keep_lists & keep) const {
+    kept_positions kept;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        kept.emplace_back();
+        for (int32_t head = 0; head < layers[i].info.n_head_kv; ++head) {
+            std::vector<int32_t> pos;
+            const auto           all = positions(layers[i], head);
+            for (const int32_t slot : keep[i][head]) {
+                pos.push_back(all[slot]);
+            }
+            kept.back().push_back(std::move(pos));
+        }
+    }
+    return kept;
+}
+
+// Puts the new slots in force. A slot of the cells stands for all heads: in the tail, which every head holds in full, it
+// has its true position; before that only a stand-in, its own index, which no true position there is below. All kept
+// slots so stay visible to every later query, and the sequence ends where it did.
+void store::commit(kept_positions kept) {
+    tail_start = std::max(tail_start, n_positions() - params.window);
+    evicted    = true;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        layers[i].kept = std::move(kept[i]);
+    }
+    const std::vector<int32_t> & first = layers[0].kept[0];
+    llama_kv_cells &             c     = cells();
+    c.reset();
+    for (int32_t i = 0; i < (int32_t) first.size(); ++i) {
+        c.pos_set(i, first[i] >= tail_start ? first[i] : i);
+        c.seq_add(i, 0);
+    }
+    cache.v_heads[0] = (uint32_t) first.size();
+}
+
+void store::run_eviction(llama_context & lctx, int32_t new_budget) {
+    const keep_lists keep = choose(lctx, new_budget);
+    const int64_t    t0   = ggml_time_us();
+    kept_positions   kept = positions_of(keep);
+    compact(lctx, keep);
+    commit(std::move(kept));
+    counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;
+    counters.n_evictions += 1;
+}
+
+// ---- read back -------------------------------------------------------------------------------------------------------
+
+static std::vector<float> dequantize(const ggml_tensor * t, int64_t rows) {
+    const size_t         row_bytes = ggml_row_size(t->type, t->ne[0]);
+    std::vector<uint8_t> raw(row_bytes * rows);
+    ggml_backend_tensor_get(t, raw.data(), 0, raw.size());
+    std::vector<float> out(t->ne[0] * rows);
+    if (t->type == GGML_TYPE_F32) {
+        std::copy_n((const float *) raw.data(), out.size(), out.begin());
+    } else {
+        ggml_get_type_traits(t->type)->to_float(raw.data(), out.data(), (int64_t) out.size());
+    }
+    return out;
+}
+
+std::vector<float> store::read(llama_context & lctx, int32_t which, int32_t il) const {
+    lctx.synchronize();
+    const layer & l = find_layer(il);
+    if (which == CRITICALKV_TENSOR_K || which == CRITICALKV_TENSOR_V) {
+        return dequantize(which == CRITICALKV_TENSOR_K ? l.k : l.v, n_entries());
+    }
+    if (which != CRITICALKV_TENSOR_Q) {
+        throw error(CRITICALKV_ERR_ARGUMENT, "which is " + std::to_string(which) + ", allowed: 0 to 2");
+    }
+    const std::vector<float> ring = dequantize(l.queries, params.window);
+    std::vector<float>       out;
+    for (const int32_t pos : window_queries()) {
+        const auto row = ring.begin() + (pos % params.window) * l.queries->ne[0];
+        out.insert(out.end(), row, row + l.queries->ne[0]);
+    }
+    return out;
+}
+
+// FNV-1a.
+static void hash_bytes(uint64_t & h, const void * data, size_t n) {
+    for (size_t i = 0; i < n; ++i) {
+        h = (h ^ ((const uint8_t *) data)[i]) * 0x100000001B3ULL;
+    }
+}
+
+uint64_t store::fingerprint() const {
+    uint64_t h = 0xCBF29CE484222325ULL;
+    for (const auto & [name, t] : model.tensors_by_name) {
+        hash_bytes(h, name.data(), name.size());
+        hash_bytes(h, &t->type, sizeof(t->type));
+        hash_bytes(h, t->ne, sizeof(t->ne));
+        // buffers in a layout of their own cannot be read back, so only small vectors (norms, biases) are sampled
+        if (t->type == GGML_TYPE_F32 && ggml_n_dims(t) == 1 && t->buffer != nullptr) {
+            std::vector<uint8_t> bytes(std::min<size_t>(ggml_nbytes(t), 1024));
+            ggml_backend_tensor_get(t, bytes.data(), 0, bytes.size());
+            hash_bytes(h, bytes.data(), bytes.size());
+        }
+    }
+    return h;
+}
+
+}  // namespace criticalkv

@@ -1,0 +1,185 @@
+// The store: what a KV cache with a budget remembers beside its K and V, and the steps of an eviction.
+//
+// One store belongs to one llama_kv_cache (one sequence, one stream). It saves the last queries of every layer while the
+// model runs (capture), scores entries with them (score), lets the pure selection choose, and moves the kept rows to
+// the front of the cache (compaction). The patches in native/patches call the functions under "hooks"; the C API calls
+// the rest.
+#pragma once
+
+#include "criticalkv.h"
+
+#include "ggml-cpp.h"
+#include "llama-memory.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+class llama_io_read_i;
+class llama_io_write_i;
+class llama_kv_cache;
+class llama_kv_cells;
+class llm_graph_result;
+struct llama_context;
+struct llama_cparams;
+struct llama_model;
+struct llama_ubatch;
+
+namespace criticalkv {
+
+// One layer that has a cache.
+struct layer {
+    int32_t               il   = -1;  // in the model
+    size_t                ikv  = 0;   // in the cache
+    criticalkv_layer_info info = {};
+
+    ggml_tensor * k       = nullptr;  // [n_embd_k * n_head_kv, slots], owned by the cache
+    ggml_tensor * v       = nullptr;  // [n_embd_v * n_head_kv, slots], owned by the cache
+    ggml_tensor * wo      = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
+    ggml_tensor * sinks   = nullptr;  // [n_head] sink logits or nullptr, owned by the model
+    ggml_tensor * queries = nullptr;  // F32 [n_embd_k * n_head, window]: ring, the query of position p in row p % window
+    ggml_tensor * gram    = nullptr;  // F32 [n_embd_v, n_embd_v, Gram matrices]; nullptr if the norm needs none
+
+    bool        captured = false;  // a graph with this layer's attention was built
+    bool        has_gram = false;  // gram has been computed
+    std::string refused;           // why this layer cannot be scored, "" if it can
+
+    // Original positions of the slots that evictions have left, per KV head, ascending. Later slots hold one position for
+    // all heads, which the cells of the cache know. Empty before the first eviction.
+    std::vector<std::vector<int32_t>> kept;
+};
+
+// Scores of one layer: [n_head_kv][n - window], row by row.
+struct layer_scores {
+    std::vector<float> attn;
+    std::vector<float> norm;
+};
+
+// What the attention of one layer hands to the capture hook.
+struct attention_call {
+    ggml_tensor * q;      // [n_embd_k, n_head, n_tokens], after RoPE (and after the cache's own rotation)
+    ggml_tensor * wo;     // nullptr: applied elsewhere
+    ggml_tensor * bias;   // of the logits (kq_b)
+    ggml_tensor * sinks;  // [n_head] or nullptr
+    float         scale;
+    float         softcap;
+    int           il;
+};
+
+class store {
+  public:
+    // ---- hooks -------------------------------------------------------------------------------------------------------
+
+    // After a context made its memory: gives the cache a store if this thread prepared parameters for one.
+    // Throws error when the memory cannot have one.
+    static void attach(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams);
+
+    // In build_attn: add the nodes that save the last queries to the graph of `res`.
+    void capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
+                 const attention_call & call);
+
+    // Everything was removed from the cache.
+    void on_clear();
+
+    // Positions [p0, p1) are about to be removed; false: this cannot be done exactly, leave the cache alone.
+    bool on_seq_rm(int32_t p0, int32_t p1);
+
+    // For operations that would make the kept positions wrong (shifting, copying sequences): logs an error, returns true.
+    bool refuse(const char * operation);
+
+    // A memory update if an eviction (or a scoring) is asked for, else nullptr. `optimize`: a decode found no free cells.
+    llama_memory_context_ptr init_update(llama_context * lctx, bool optimize);
+
+    // The store's part of a state blob comes before the cache's own. Reading checks all of it before anything changes and
+    // keeps it aside; state_commit puts it in force once the cache has read its part.
+    void state_write(llama_io_write_i & io) const;
+    void state_read(llama_io_read_i & io);
+    void state_commit();
+
+    // ---- for the C API -----------------------------------------------------------------------------------------------
+
+    store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
+          const criticalkv_params & params);
+
+    void                 check_layers() const;
+    void                 evict(llama_context & lctx, int32_t budget);
+    layer_scores         scores(llama_context & lctx, int32_t il);
+    criticalkv_stats     stats() const;
+    std::vector<int32_t> positions(const layer & l, int32_t head) const;
+    std::vector<float>   read(llama_context & lctx, int32_t which, int32_t il) const;
+    const layer &        find_layer(int32_t il) const;
+    std::vector<int32_t> layer_ids() const;
+    uint64_t             fingerprint() const;
+
+    // ---- for the update context --------------------------------------------------------------------------------------
+
+    // Does what was asked for; false after a failure, which the caller of evict() or scores() then gets.
+    bool run_request(llama_context & lctx);
+
+    // Called by the input of a captured graph: the query of `pos` is being written to its row of the ring.
+    void note_query(int32_t pos);
+
+    int32_t window() const { return params.window; }
+
+  private:
+    struct request {
+        enum { NONE, EVICT, SCORE } what = NONE;
+
+        int32_t        budget = 0;
+        const layer *  target = nullptr;  // of SCORE
+        layer_scores * out    = nullptr;  // of SCORE
+    };
+
+    // Per layer and KV head, ascending.
+    using keep_lists     = std::vector<std::vector<std::vector<int32_t>>>;  // slots
+    using kept_positions = std::vector<std::vector<std::vector<int32_t>>>;  // original positions
+
+    // A state blob that was read and checked, until the cache has read its part.
+    struct loaded_state {
+        int32_t                         evicted    = 0;
+        int32_t                         tail_start = 0;
+        int32_t                         budget     = 0;
+        std::vector<int32_t>            query_pos;
+        kept_positions                  kept;
+        std::vector<std::vector<float>> queries;  // [layer], the rings
+    };
+
+    llama_kv_cells &       cells();
+    const llama_kv_cells & cells() const;
+    int32_t                n_entries() const;
+    int32_t                n_positions() const;
+    std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
+    void                   check_cells() const;
+    void                   clear_cache();  // metadata only
+    void                   allocate(const llama_model & model, bool offload);
+    void                   run(llama_context & lctx, const request & what);
+
+    layer_scores compute_scores(llama_context & lctx, layer & l) const;
+    kept_positions positions_of(const keep_lists & keep) const;
+    keep_lists   choose(llama_context & lctx, int32_t budget);
+    void         compact(llama_context & lctx, const keep_lists & keep) const;
+    void         commit(kept_positions kept);
+    void         run_eviction(llama_context & lctx, int32_t budget);
+
+    llama_kv_cache &    cache;
+    const llama_model & model;
+    criticalkv_params   params;
+
+    std::vector<layer>   layers;
+    std::vector<int32_t> query_pos;  // [window]: position whose query the ring's row holds, -1 if none
+    bool                 evicted    = false;
+    int32_t              tail_start = 0;  // every head holds all positions from here on
+    int32_t              budget     = 0;  // of the last eviction
+
+    request                       asked;
+    std::string                   failure;  // of the last request, "" if none
+    criticalkv_status             failure_status = CRITICALKV_OK;
+    std::unique_ptr<loaded_state> loaded;
+
+    int32_t          entries_peak = 0;
+    criticalkv_stats counters     = {};  // evictions and seconds only
+
+    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> buffers;
+};
+
+}  // namespace criticalkv
