@@ -1,0 +1,16 @@
+"""llama-cpp-python's ``Llama`` with a KV cache that stays small.
+
+Importing this package makes ``llama_cpp`` use the patched llama.cpp libraries that it carries, so it has to be imported
+before ``llama_cpp``.
+"""
+
+from pycriticalkv import _library
+
+_library.bind()
+
+from pycriticalkv.llama import Llama  # noqa: E402  (llama_cpp may be imported only after bind())
+from pycriticalkv.policy import PRESETS, KVPolicy  # noqa: E402
+from pycriticalkv.stats import KVStats  # noqa: E402
+
+__all__ = ["PRESETS", "KVPolicy", "KVStats", "Llama"]
+__version__ = "0.1.0"

@@ -1,0 +1,239 @@
+"""``Llama``: llama-cpp-python's class with a KV budget."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from pycriticalkv import state as state_file
+from pycriticalkv.policy import Budget, KVPolicy, resolve_policy
+from pycriticalkv.stats import KVStats
+from pycriticalkv.store import Store, last_error, prepared
+
+GGML_TYPES = {0: "f32", 1: "f16", 30: "bf16"}  # cache types that can be evicted
+
+
+class Llama(llama_cpp.Llama):  # type: ignore[misc]
+    """``llama_cpp.Llama`` that keeps at most a budget of KV cache entries per attention head.
+
+    Every argument and method of ``llama_cpp.Llama`` is there. Without ``kv_budget`` this is ``llama_cpp.Llama``.
+
+    Args:
+        model_path: A GGUF file.
+        kv_budget: An int: entries to keep per KV head and layer, window and sinks included. A float in (0, 1): that
+            share of each prompt. ``None``: keep everything.
+        kv_policy: What to keep: the name of a preset (``pycriticalkv.PRESETS``) or a ``KVPolicy``; "critical-max" by
+            default.
+        n_ctx: Limit of positions. With a budget the default is the model's own context, without one it is
+            llama-cpp-python's 512.
+        flash_attn: With a budget flash attention is on and cannot be turned off.
+        **kwargs: Everything else that ``llama_cpp.Llama`` takes.
+
+    Raises:
+        TypeError: ``kv_budget`` or ``kv_policy`` has the wrong type.
+        ValueError: A value is out of range, the model is missing or damaged, or it cannot be evicted.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        kv_budget: int | float | None = None,
+        kv_policy: str | KVPolicy | None = None,
+        n_ctx: int | None = None,
+        flash_attn: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._kv_budget: Budget | None = None
+        self._kv_arguments = {"kv_budget": kv_budget, "kv_policy": kv_policy}
+        self._kv_prompt_next: bool | None = None
+        if kv_budget is None:
+            if kv_policy is not None:
+                raise ValueError(f"kv_policy={kv_policy!r} has no effect without kv_budget; give kv_budget too")
+            given = {"n_ctx": n_ctx, "flash_attn": flash_attn}
+            super().__init__(model_path, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+            return
+
+        self._kv_policy = resolve_policy(kv_policy)
+        budget = Budget.parse(kv_budget, self._kv_policy)
+        _check_arguments(flash_attn, kwargs)
+        try:
+            with prepared(self._kv_policy, budget):
+                super().__init__(model_path, n_ctx=n_ctx or 0, flash_attn=True, **kwargs)
+        except ValueError as e:
+            if "llama_context" in str(e) and last_error():
+                raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {last_error()}") from None
+            raise
+        self._kv_store = Store(lambda: self._ctx.ctx)
+        try:
+            self._kv_store.check_model()
+        except ValueError as e:
+            self.close()
+            raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {e}") from None
+        self._kv_budget = budget
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after those already in the cache, and keep the cache within the budget.
+
+        A prompt or a turn (several tokens, or the first call of ``generate``) is evaluated whole and then evicted down
+        to the budget, the first time when it is over the budget, later when it is over budget plus slack. Generated
+        tokens evict before they would pass budget plus slack.
+
+        Raises:
+            RuntimeError: ``n_tokens`` was set back to a place that the evicted cache cannot go back to, or an eviction
+                failed; the cache is then as it was.
+        """
+        if self._kv_budget is None:
+            super().eval(tokens)
+            return
+        is_prompt = len(tokens) > 1 if self._kv_prompt_next is None else self._kv_prompt_next
+        if self._kv_prompt_next:
+            self._kv_prompt_next = False
+        self._cut_back()
+        if not is_prompt:
+            self._make_room(len(tokens))
+        super().eval(tokens)
+        if is_prompt:
+            self._evict_prompt()
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+        """As ``llama_cpp.Llama.generate``: yields tokens that follow the prompt ``tokens``."""
+        self._kv_prompt_next = True
+        try:
+            yield from super().generate(tokens, *args, **kwargs)
+        finally:
+            self._kv_prompt_next = None
+
+    def reset(self) -> None:
+        """Forget the conversation."""
+        super().reset()
+        if self._kv_budget is not None:
+            self._ctx.kv_cache_seq_rm(-1, 0, -1)
+
+    def _cut_back(self) -> None:
+        """Remove what the cache holds beyond ``n_tokens``."""
+        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+            raise RuntimeError(
+                f"n_tokens={self.n_tokens}: the cache was evicted and no longer holds everything up to there. "
+                "Call reset() and evaluate the prompt again."
+            )
+
+    def _evict_prompt(self) -> None:
+        assert self._kv_budget is not None
+        stats = self._kv_store.stats()
+        budget = self._kv_budget.for_prompt(int(stats.n_tokens))
+        limit = budget if stats.n_evictions == 0 else budget + self._kv_policy.slack_for(budget)
+        # evict() with a budget that is not exceeded only puts the budget in force
+        self._kv_store.evict(budget if stats.n_entries > limit else max(budget, int(stats.n_entries)))
+
+    def _make_room(self, n_new: int) -> None:
+        stats = self._kv_store.stats()
+        assert self._kv_budget is not None
+        budget = int(stats.budget) or self._kv_budget.for_prompt(int(stats.n_tokens))
+        if stats.n_entries + n_new > budget + self._kv_policy.slack_for(budget):
+            self._kv_store.evict(budget)
+
+    # ---- inspection --------------------------------------------------------------------------------------------------
+
+    def kv_stats(self) -> KVStats:
+        """What the cache holds, and what evictions took. Without a budget, only the counts and bytes are there."""
+        if self._kv_budget is None:
+            raise RuntimeError("kv_stats() needs a kv_budget")
+        s = self._kv_store.stats()
+        entries = [[int(s.n_entries)] * self._kv_store.layer(il).n_head_kv for il in self._kv_store.layers()]
+        return KVStats(
+            budget=int(s.budget),
+            tokens_seen=int(s.n_tokens),
+            entries=entries,
+            entries_peak=int(s.n_entries_peak),
+            bytes_now=int(s.bytes_entries),
+            bytes_peak=int(s.bytes_per_token * s.n_entries_peak),
+            bytes_full=int(s.bytes_per_token * s.n_tokens),
+            bytes_allocated=int(s.bytes_allocated),
+            bytes_store=int(s.bytes_store),
+            evictions=int(s.n_evictions),
+            seconds_score=float(s.seconds_score),
+            seconds_select=float(s.seconds_select),
+            seconds_compact=float(s.seconds_compact),
+            seconds_total=float(s.seconds_total),
+        )
+
+    def kv_positions(self, il: int) -> list[npt.NDArray[np.int32]]:
+        """Original positions that layer ``il`` keeps, ascending, one array per KV head.
+
+        Raises:
+            ValueError: The layer has no cache.
+            RuntimeError: There is no ``kv_budget``.
+        """
+        if self._kv_budget is None:
+            raise RuntimeError("kv_positions() needs a kv_budget")
+        return [self._kv_store.positions(il, head) for head in range(self._kv_store.layer(il).n_head_kv)]
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def save_state(self) -> llama_cpp.LlamaState:
+        """The whole state; with a budget its size follows the entries kept."""
+        if self._kv_budget is None:
+            return super().save_state()
+        # without logits_all the rows of `scores` are never filled; saving them would cost up to n_batch * n_vocab floats
+        scores = self.scores
+        try:
+            if not self._logits_all:
+                self.scores = scores[:0]
+            state = super().save_state()
+        finally:
+            self.scores = scores
+        return state_file.seal(state)
+
+    def load_state(self, state: llama_cpp.LlamaState) -> None:
+        """Restore a state that ``save_state`` made.
+
+        Raises:
+            ValueError: The state is damaged, or was saved by another model, policy or without a budget. Nothing has
+                changed then.
+        """
+        if self._kv_budget is None:
+            state_file.refuse_sealed(state)
+            super().load_state(state)
+            return
+        opened = state_file.unseal(state, n_ctx=self._n_ctx, n_vocab=self._n_vocab)
+        before = (self.input_ids, self.n_tokens, self._requires_eval, self._seed)
+        scores = self.scores
+        try:
+            if not self._logits_all:
+                self.scores = scores[:0]
+            input_ids = np.zeros_like(self.input_ids)
+            input_ids[: opened.n_tokens] = opened.input_ids[: opened.n_tokens]
+            opened.input_ids = input_ids
+            super().load_state(opened)
+        except RuntimeError as e:
+            self.input_ids, self.n_tokens, self._requires_eval, self._seed = before
+            raise ValueError(last_error() or f"the state cannot be loaded: {e}") from None
+        finally:
+            self.scores = scores
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: the arguments, not the cache."""
+        arguments = dict(super().__getstate__(), **self._kv_arguments)
+        return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_arguments(flash_attn: bool | None, kwargs: dict[str, Any]) -> None:
+    """Refuse arguments of llama_cpp.Llama that an evicting cache cannot serve."""
+    if flash_attn is not None and not flash_attn:
+        raise ValueError(f"flash_attn={flash_attn!r}: kv_budget needs flash attention; leave it out or give True")
+    if kwargs.get("embedding"):
+        raise ValueError("embedding=True: embeddings use several sequences, kv_budget works with one; leave one out")
+    if kwargs.get("vocab_only"):
+        raise ValueError("vocab_only=True: without weights there is no cache for kv_budget; leave one out")
+    for name in ("type_k", "type_v"):
+        kind = kwargs.get(name)
+        if kind is not None and kind not in GGML_TYPES:
+            known = ", ".join(f"{number} ({text})" for number, text in GGML_TYPES.items())
+            raise ValueError(f"{name}={kind!r}: with kv_budget the cache type can be one of {known}")

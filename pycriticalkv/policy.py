@@ -1,0 +1,164 @@
+"""Which entries stay: the choices that make a policy, the named presets, and budgets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any
+
+SCORES = {"window": 0, "recency": 1, "random": 2}
+AGGREGATES = {"mean": 0, "max": 1}
+VALUES = {"none": 0, "critical": 1}
+NORMS = {"gram": 0, "l2": 1, "l1": 2}
+
+
+def _one_of(name: str, value: Any, known: dict[str, int]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}={value!r}: allowed are {', '.join(known)}")
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is not known; known are {', '.join(known)}")
+
+
+def _integer(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r}: allowed is an int from {least} to {most}")
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value!r}: allowed is an int from {least} to {most}")
+
+
+def _number(name: str, value: Any, least: float, most: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: allowed is a number from {least} to {most}")
+    if not (least <= value <= most and math.isfinite(value)):
+        raise ValueError(f"{name}={value!r}: allowed is a finite number from {least} to {most}")
+
+
+@dataclass(frozen=True)
+class KVPolicy:
+    """One eviction policy: independent choices, each with its settings.
+
+    Attributes:
+        score: What ranks an entry: ``"window"``, the attention of the last ``window`` queries (SnapKV, arXiv
+            2404.14469); ``"recency"``, its position (StreamingLLM, arXiv 2309.17453); ``"random"``, a seeded hash.
+        aggregate: How the window's queries and the query heads of one KV head are combined: ``"mean"``, or ``"max"``
+            with the mean over all entries as floor (DefensiveKV, arXiv 2510.13334).
+        value: ``"critical"``: two stages, the second by attention times projected value norm (CriticalKV, arXiv
+            2502.03805); ``"none"``: attention alone. ``"critical"`` needs ``score="window"``.
+        norm: The norm of a value projected by W_O: ``"gram"`` (L2, one matrix per KV head), ``"l2"`` (per query
+            head), ``"l1"`` (the paper's, slower).
+        window: The last entries, always kept, whose queries observe; 1 to 4096.
+        sinks: The first positions, always kept; 0 to 4096.
+        pool: Odd width of the average pool over entries; 1 to 63.
+        alpha: Share of the free budget that stage 1 of ``"critical"`` takes; 0 to 1.
+        eps: Added to the attention in stage 2 with ``aggregate="mean"``; at least 0.
+        slack: Entries over the budget that generation may add before it evicts again; at least 1. ``None``: an eighth
+            of the budget, but 32 to 256.
+        seed: Seed of ``score="random"``.
+
+    Raises:
+        ValueError: A value is out of range or unknown.
+        TypeError: A value has the wrong type.
+    """
+
+    score: str = "window"
+    aggregate: str = "max"
+    value: str = "critical"
+    norm: str = "gram"
+    window: int = 16
+    sinks: int = 4
+    pool: int = 5
+    alpha: float = 0.5
+    eps: float = 1e-4
+    slack: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every setting."""
+        _one_of("score", self.score, SCORES)
+        _one_of("aggregate", self.aggregate, AGGREGATES)
+        _one_of("value", self.value, VALUES)
+        _one_of("norm", self.norm, NORMS)
+        _integer("window", self.window, 1, 4096)
+        _integer("sinks", self.sinks, 0, 4096)
+        _integer("pool", self.pool, 1, 63)
+        if self.pool % 2 == 0:
+            raise ValueError(f"pool={self.pool}: allowed is an odd number from 1 to 63")
+        _number("alpha", self.alpha, 0.0, 1.0)
+        _number("eps", self.eps, 0.0, math.inf)
+        if self.slack is not None:
+            _integer("slack", self.slack, 1, 2**30)
+        _integer("seed", self.seed, 0, 2**64 - 1)
+        if self.value == "critical" and self.score != "window":
+            raise ValueError(f'value="critical" needs score="window", not score={self.score!r}')
+
+    @property
+    def least_budget(self) -> int:
+        """Fewest entries per head that leave one to choose."""
+        return self.window + self.sinks + 1
+
+    def slack_for(self, budget: int) -> int:
+        """Entries over ``budget`` that are allowed before the next eviction."""
+        return self.slack if self.slack is not None else min(max(budget // 8, 32), 256)
+
+
+PRESETS: dict[str, KVPolicy] = {
+    "critical-max": KVPolicy(),
+    "criticalkv": KVPolicy(aggregate="mean"),
+    "snapkv": KVPolicy(aggregate="mean", value="none"),
+    "streamingllm": KVPolicy(score="recency", value="none"),
+    "random": KVPolicy(score="random", value="none"),
+}
+DEFAULT_PRESET = "critical-max"
+
+
+def resolve_policy(kv_policy: str | KVPolicy | None) -> KVPolicy:
+    """The policy that the argument ``kv_policy`` of ``Llama`` means; ``None`` is the default preset."""
+    if kv_policy is None:
+        kv_policy = DEFAULT_PRESET
+    if isinstance(kv_policy, KVPolicy):
+        return replace(kv_policy)
+    if not isinstance(kv_policy, str):
+        raise TypeError(f"kv_policy={kv_policy!r}: allowed are a KVPolicy or one of {', '.join(PRESETS)}")
+    if kv_policy not in PRESETS:
+        raise ValueError(f"kv_policy={kv_policy!r} is not known; known are {', '.join(PRESETS)}")
+    return PRESETS[kv_policy]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """``kv_budget`` of ``Llama``: a number of entries, or a share of each prompt."""
+
+    entries: int | None
+    share: Fraction | None
+    least: int
+
+    @classmethod
+    def parse(cls, kv_budget: Any, policy: KVPolicy) -> Budget:
+        """Check the argument.
+
+        Raises:
+            TypeError: It is neither an int nor a float.
+            ValueError: An int below window + sinks + 1, or a float outside (0, 1).
+        """
+        least = policy.least_budget
+        allowed = f"allowed are an int of at least window + sinks + 1 = {least} (entries) or a float in (0, 1) (share)"
+        if isinstance(kv_budget, bool) or not isinstance(kv_budget, Real):
+            raise TypeError(f"kv_budget={kv_budget!r}: {allowed}")
+        if isinstance(kv_budget, Integral):
+            if not least <= kv_budget < 2**31:
+                raise ValueError(f"kv_budget={kv_budget!r}: {allowed}")
+            return cls(int(kv_budget), None, least)
+        share = float(kv_budget)
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"kv_budget={kv_budget!r}: {allowed}")
+        # the decimal that the user wrote: 0.29 of 100 is 29, though 0.29 * 100 in binary is less
+        return cls(None, Fraction(repr(share)), least)
+
+    def for_prompt(self, n_tokens: int) -> int:
+        """Entries per head for a prompt of ``n_tokens``."""
+        if self.entries is not None:
+            return self.entries
+        assert self.share is not None
+        return max(self.least, math.floor(self.share * n_tokens))

@@ -1,0 +1,47 @@
+"""What ``Llama.kv_stats()`` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KVStats:
+    """State of the KV cache.
+
+    Counts are entries per KV head (an entry is one key and its value), bytes are of K and V over all layers and heads,
+    times are seconds. Evictions and times count since the cache was last empty.
+
+    Attributes:
+        budget: Entries per KV head and layer in force; 0 until a share has met its first prompt; ``None`` without a
+            budget.
+        tokens_seen: Positions of the conversation so far, evicted ones included.
+        entries: Entries now, one list per layer with one number per KV head.
+        entries_peak: The most that one head has held.
+        bytes_now: Bytes of the entries held now.
+        bytes_peak: Bytes of the most entries held at one time.
+        bytes_full: Bytes that a cache without eviction would hold after ``tokens_seen``.
+        bytes_allocated: Bytes of the buffers that hold the entries. They are as large as ``n_ctx`` asks for: eviction
+            does not give memory back yet.
+        bytes_store: Bytes that eviction itself needs beside the cache (saved queries, Gram matrices).
+        evictions: How many times entries were evicted.
+        seconds_score: Time to score entries.
+        seconds_select: Time to choose.
+        seconds_compact: Time to move the kept rows.
+        seconds_total: Time of the evictions in all.
+    """
+
+    budget: int | None
+    tokens_seen: int
+    entries: list[list[int]]
+    entries_peak: int
+    bytes_now: int
+    bytes_peak: int
+    bytes_full: int
+    bytes_allocated: int
+    bytes_store: int
+    evictions: int
+    seconds_score: float
+    seconds_select: float
+    seconds_compact: float
+    seconds_total: float

@@ -1,0 +1,138 @@
+"""The native store of one context: a thin, checked use of criticalkv.h."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pycriticalkv._native import ffi, lib
+from pycriticalkv.policy import AGGREGATES, NORMS, SCORES, VALUES, Budget, KVPolicy
+
+ERROR_TYPES: dict[int, type[Exception]] = {
+    lib.CRITICALKV_ERR_ARGUMENT: ValueError,
+    lib.CRITICALKV_ERR_UNSUPPORTED: ValueError,
+    lib.CRITICALKV_ERR_STATE: RuntimeError,
+    lib.CRITICALKV_ERR_COMPUTE: RuntimeError,
+    lib.CRITICALKV_ERR_MEMORY: MemoryError,
+}
+
+
+def last_error() -> str:
+    """The sentence of the last failure on this thread, or an empty string."""
+    return str(ffi.string(lib.criticalkv_last_error()).decode())
+
+
+def check(status: int) -> None:
+    """Raise the exception of a criticalkv_status."""
+    if status != lib.CRITICALKV_OK:
+        raise ERROR_TYPES[status](last_error())
+
+
+def make_params(policy: KVPolicy, budget: int, slack: int) -> Any:
+    """struct criticalkv_params for a policy; ``budget`` 0 leaves the budget to each eviction."""
+    params = ffi.new("struct criticalkv_params *")
+    params.budget = budget
+    params.slack = slack
+    params.window = policy.window
+    params.sinks = policy.sinks
+    params.pool = policy.pool
+    params.score = SCORES[policy.score]
+    params.aggregate = AGGREGATES[policy.aggregate]
+    params.value = VALUES[policy.value]
+    params.norm = NORMS[policy.norm]
+    params.alpha = policy.alpha
+    params.eps = policy.eps
+    params.seed = policy.seed
+    return params
+
+
+@contextlib.contextmanager
+def prepared(policy: KVPolicy, budget: Budget) -> Iterator[None]:
+    """The next context that this thread creates inside the block gets a store."""
+    entries = budget.entries or 0
+    check(lib.criticalkv_prepare(make_params(policy, entries, policy.slack_for(entries))))
+    try:
+        yield
+    finally:
+        lib.criticalkv_prepare(ffi.NULL)
+
+
+class Store:
+    """The store of a live context.
+
+    Args:
+        context: Returns the address of the llama_context, or None once it is freed.
+    """
+
+    def __init__(self, context: Callable[[], Any]) -> None:
+        self._context = context
+
+    @property
+    def _ctx(self) -> Any:
+        address = self._context()
+        if isinstance(address, ctypes.c_void_p):
+            address = address.value
+        if not address:
+            raise RuntimeError("the model is closed")
+        return ffi.cast("struct llama_context *", address)
+
+    def check_model(self) -> None:
+        """Raise ValueError when a layer of the model cannot be evicted."""
+        check(lib.criticalkv_check(self._ctx))
+
+    def evict(self, budget: int) -> None:
+        """Evict down to ``budget`` entries per head; the cache is unchanged if this raises."""
+        check(lib.criticalkv_evict(self._ctx, budget))
+
+    def stats(self) -> Any:
+        """struct criticalkv_stats."""
+        stats = ffi.new("struct criticalkv_stats *")
+        check(lib.criticalkv_get_stats(self._ctx, stats))
+        return stats
+
+    def layers(self) -> list[int]:
+        """Layers of the model that have a cache."""
+        out = ffi.new("int32_t[]", self.stats().n_layer)
+        check(lib.criticalkv_get_layers(self._ctx, out, len(out)))
+        return list(out)
+
+    def layer(self, il: int) -> Any:
+        """struct criticalkv_layer_info of a layer."""
+        info = ffi.new("struct criticalkv_layer_info *")
+        check(lib.criticalkv_get_layer(self._ctx, il, info))
+        return info
+
+    def positions(self, il: int, head: int) -> npt.NDArray[np.int32]:
+        """Original positions that a KV head holds, ascending."""
+        out = np.empty(int(self.stats().n_entries), dtype=np.int32)
+        n = lib.criticalkv_positions(self._ctx, il, head, ffi.from_buffer("int32_t[]", out), len(out))
+        if n < 0:
+            raise ValueError(last_error())
+        return out[:n]
+
+    def scores(self, il: int, window: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Attention scores and value norms, [n_head_kv, n - window] each, without evicting."""
+        shape = (self.layer(il).n_head_kv, max(int(self.stats().n_entries) - window, 0))
+        attn = np.empty(shape, dtype=np.float32)
+        norm = np.empty(shape, dtype=np.float32)
+        check(
+            lib.criticalkv_scores(
+                self._ctx, il, ffi.from_buffer("float[]", attn), ffi.from_buffer("float[]", norm), attn.size
+            )
+        )
+        return attn, norm
+
+    def read(self, which: str, il: int) -> npt.NDArray[np.float32]:
+        """Keys ``"k"``, values ``"v"`` or saved queries ``"q"`` of a layer: [n, heads, head size]."""
+        kind = {"k": lib.CRITICALKV_TENSOR_K, "v": lib.CRITICALKV_TENSOR_V, "q": lib.CRITICALKV_TENSOR_Q}[which]
+        size = lib.criticalkv_read(self._ctx, kind, il, ffi.NULL, 0)
+        out = np.empty(size, dtype=np.float32)
+        lib.criticalkv_read(self._ctx, kind, il, ffi.from_buffer("float[]", out), size)
+        info = self.layer(il)
+        heads = info.n_head if which == "q" else info.n_head_kv
+        return out.reshape(-1, heads, info.n_embd_v if which == "v" else info.n_embd_k)
