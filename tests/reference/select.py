@@ -1,0 +1,106 @@
+"""Brute-force selection for one KV head of one layer: plain Python, exact and slow.
+
+The methods are SnapKV (arXiv 2404.14469), CriticalKV (arXiv 2502.03805), its variant on maximum scores with a floor
+(after DefensiveKV, arXiv 2510.13334), StreamingLLM and random scores.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+METHODS = ("critical-max", "criticalkv", "random", "snapkv", "streamingllm")
+
+Score = Callable[[int], float]
+
+
+def select(
+    method: str,
+    n: int,
+    budget: int,
+    window: int,
+    sinks: int,
+    *,
+    attn: Sequence[float],
+    norm: Sequence[float] | None = None,
+    alpha: float = 0.5,
+    eps: float = 1e-4,
+    positions: Sequence[int] | None = None,
+) -> list[int]:
+    """Return the sorted indices of the entries to keep, of n entries in position order.
+
+    attn: score of each entry, and norm: projected value norm of each entry; at least n - window numbers each (nobody
+    looks at the window's own). They are rounded to float32 first, as the product hands them over; all arithmetic and
+    every comparison is float64. positions[i]: original position of entry i, ascending, default i. Protected entries
+    (position < sinks, and the last `window` entries) are kept whatever the scores say, even where they exceed the
+    budget. Wherever scores tie, the lower index wins.
+
+    For `random` the caller passes the random numbers in attn, since the generator belongs to the product.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known: {', '.join(METHODS)}")
+    if budget >= n:
+        return list(range(n))
+    positions = range(n) if positions is None else positions
+    protected = {i for i in range(n) if positions[i] < sinks or i >= n - window}
+    candidates = [i for i in range(n) if i not in protected]
+    room = max(0, budget - len(protected))
+    chosen = _choose(method, candidates, room, Scores.of(attn, norm, max(0, n - window)), alpha=alpha, eps=eps)
+    return sorted(protected.union(chosen))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Score and norm of the entries before the window, as the float64 values of the float32 numbers."""
+
+    attn: list[float]
+    norm: list[float] | None
+
+    @classmethod
+    def of(cls, attn: Sequence[float], norm: Sequence[float] | None, n_before: int) -> Scores:
+        norms = None if norm is None else [_f32(norm[i]) for i in range(n_before)]
+        return cls([_f32(attn[i]) for i in range(n_before)], norms)
+
+
+def _choose(method: str, candidates: list[int], room: int, scores: Scores, *, alpha: float, eps: float) -> list[int]:
+    if method == "streamingllm":
+        return _top(candidates, room, float)
+    attn, norm = scores.attn, scores.norm
+    if method in ("snapkv", "random"):
+        return _top(candidates, room, lambda i: attn[i])
+    if norm is None:
+        raise ValueError(f"{method} needs norm")
+    if method == "critical-max":
+        attn, eps = _floored(attn), 0.0
+    n_first = math.floor(alpha * room)
+    return _two_stages(candidates, n_first, room, attn, [(a + eps) * b for a, b in zip(attn, norm, strict=True)])
+
+
+def _two_stages(candidates: list[int], n_first: int, room: int, first: list[float], second: list[float]) -> list[int]:
+    """CriticalKV: the n_first entries with the largest `first`, then by `second` among the rest until room is full."""
+    kept = _top(candidates, n_first, lambda i: first[i])
+    rest = [i for i in candidates if i not in set(kept)]
+    return kept + _top(rest, room - len(kept), lambda i: second[i])
+
+
+def _floored(scores: list[float]) -> list[float]:
+    """Raise every score to the mean of all entries before the window, sinks included.
+
+    A loop, not math.fsum: the last bit of the mean decides ties, so the order of the additions is part of the rule.
+    """
+    total = 0.0
+    for score in scores:
+        total += score
+    mean = total / len(scores) if scores else 0.0
+    return [max(score, mean) for score in scores]
+
+
+def _top(candidates: Iterable[int], count: int, score: Score) -> list[int]:
+    return sorted(candidates, key=lambda i: (-score(i), i))[:count]
+
+
+def _f32(value: float) -> float:
+    """Round to float32 and come back, so that ties are those of the stored numbers."""
+    return float(struct.unpack("f", struct.pack("f", value))[0])
