@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -48,9 +49,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         flash_attn: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        self._stack = contextlib.ExitStack()  # close() works on an object that was refused
         self._kv_budget: Budget | None = None
         self._kv_arguments = {"kv_budget": kv_budget, "kv_policy": kv_policy}
         self._kv_prompt_next: bool | None = None
+        _check_names(kwargs)
         if kv_budget is None:
             if kv_policy is not None:
                 raise ValueError(f"kv_policy={kv_policy!r} has no effect without kv_budget; give kv_budget too")
@@ -128,7 +131,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         assert self._kv_budget is not None
         stats = self._kv_store.stats()
         budget = self._kv_budget.for_prompt(int(stats.n_tokens))
-        limit = budget if stats.n_evictions == 0 else budget + self._kv_policy.slack_for(budget)
+        limit = budget + self._kv_policy.slack_for(budget) if stats.evicted else budget
         # evict() with a budget that is not exceeded only puts the budget in force
         self._kv_store.evict(budget if stats.n_entries > limit else max(budget, int(stats.n_entries)))
 
@@ -222,6 +225,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         """For pickle: the arguments, not the cache."""
         arguments = dict(super().__getstate__(), **self._kv_arguments)
         return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _check_names(kwargs: dict[str, Any]) -> None:
+    """Refuse misspelt arguments of ours; llama_cpp.Llama itself ignores what it does not know."""
+    for name in kwargs:
+        if name.startswith("kv_") and name != "kv_overrides":
+            raise TypeError(f"{name}={kwargs[name]!r} is not an argument of Llama; known are kv_budget and kv_policy")
 
 
 def _check_arguments(flash_attn: bool | None, kwargs: dict[str, Any]) -> None:

@@ -51,6 +51,51 @@ def make_params(policy: KVPolicy, budget: int, slack: int) -> Any:
     return params
 
 
+def select_entries(
+    policy: KVPolicy,
+    budget: int,
+    positions: npt.ArrayLike,
+    *,
+    attn: npt.ArrayLike | None = None,
+    norm: npt.ArrayLike | None = None,
+    il: int = 0,
+    head: int = 0,
+) -> npt.NDArray[np.int32]:
+    """The native selection by itself: indices of the entries of one KV head to keep, ascending.
+
+    Args:
+        policy: What to keep.
+        budget: Entries to keep, window and sinks included.
+        positions: [n] original positions, ascending.
+        attn: [n - window] attention scores, for ``score="window"``.
+        norm: [n - window] value norms, for ``value="critical"``.
+        il: Layer, which ``score="random"`` depends on.
+        head: KV head, likewise.
+
+    Raises:
+        ValueError: The budget cannot hold window, sinks and one more, or an array is missing or too short.
+    """
+    pos = np.ascontiguousarray(positions, dtype=np.int32)
+    arrays = {"attn": attn, "norm": norm}
+    pointers = {}
+    for name, values in arrays.items():
+        pointers[name] = ffi.NULL
+        if values is not None:
+            arrays[name] = row = np.ascontiguousarray(values, dtype=np.float32)
+            if row.ndim != 1 or len(row) < len(pos) - policy.window:
+                raise ValueError(f"{name} has shape {row.shape}, needed is ({len(pos) - policy.window},) or more")
+            pointers[name] = ffi.from_buffer("float[]", row)
+    out = np.empty(max(len(pos), 1), dtype=np.int32)
+    params = make_params(policy, 0, policy.slack_for(budget))
+    n = lib.criticalkv_select(
+        params, budget, il, head, len(pos), ffi.from_buffer("int32_t[]", pos), pointers["attn"], pointers["norm"],
+        ffi.from_buffer("int32_t[]", out),
+    )  # fmt: skip
+    if n < 0:
+        raise ValueError(last_error())
+    return out[:n]
+
+
 @contextlib.contextmanager
 def prepared(policy: KVPolicy, budget: Budget) -> Iterator[None]:
     """The next context that this thread creates inside the block gets a store."""

@@ -85,6 +85,7 @@ struct criticalkv_params {
 struct criticalkv_stats {
     int32_t budget;          /* entries per head in force at the last eviction, or the parameter before any */
     int32_t n_layer;         /* layers with a cache */
+    bool    evicted;         /* whether entries were evicted since the cache was last cleared, or before it was saved */
     int64_t n_tokens;        /* positions of the sequence so far, evicted ones included */
     int64_t n_entries;       /* entries of one head now (uniform budgets: the same for all) */
     int64_t n_entries_peak;  /* the most that one head has held since the cache was last cleared */

@@ -49,7 +49,7 @@ static state_header make_header(uint64_t fingerprint, const criticalkv_params & 
     return h;
 }
 
-static void refuse(const std::string & why) {
+static void reject_state(const std::string & why) {
     set_last_error("the state cannot be loaded: " + why);
     throw error(CRITICALKV_ERR_STATE, "the state cannot be loaded: " + why);
 }
@@ -75,13 +75,13 @@ static std::vector<int32_t> read_positions(llama_io_read_i & io, int32_t n_max) 
     int32_t n = 0;
     io.read(&n, sizeof(n));
     if (n < 0 || n > n_max) {
-        refuse("a list of positions has an impossible length");
+        reject_state("a list of positions has an impossible length");
     }
     std::vector<int32_t> pos(n);
     io.read(pos.data(), pos.size() * sizeof(int32_t));
     for (int32_t i = 0; i < n; ++i) {
         if (pos[i] < 0 || (i > 0 && pos[i] <= pos[i - 1])) {
-            refuse("positions are not ascending");
+            reject_state("positions are not ascending");
         }
     }
     return pos;
@@ -92,15 +92,15 @@ void store::state_read(llama_io_read_i & io) {
     io.read(&got, sizeof(got));
     state_header want = make_header(fingerprint(), params, layers.size());
     if (got.magic != want.magic || got.version != want.version) {
-        refuse("it was not saved by a context with a budget, or by another version");
+        reject_state("it was not saved by a context with a budget, or by another version");
     }
     if (got.fingerprint != want.fingerprint || got.n_layer != want.n_layer) {
-        refuse("it was saved by another model");
+        reject_state("it was saved by another model");
     }
     want.params.budget = got.params.budget;
     want.params.slack  = got.params.slack;
     if (std::memcmp(&got.params, &want.params, sizeof(got.params)) != 0) {
-        refuse("it was saved with another policy");
+        reject_state("it was saved with another policy");
     }
     auto state        = std::make_unique<loaded_state>();
     state->evicted    = got.evicted;
@@ -111,7 +111,7 @@ void store::state_read(llama_io_read_i & io) {
     for (int32_t i = 0; i < params.window; ++i) {
         const int32_t pos = state->query_pos[i];
         if (pos != -1 && (pos < 0 || pos % params.window != i)) {
-            refuse("saved queries are out of place");
+            reject_state("saved queries are out of place");
         }
     }
     const int32_t n_max = (int32_t) cells().size();
@@ -122,7 +122,7 @@ void store::state_read(llama_io_read_i & io) {
             state->kept.back().push_back(read_positions(io, n_max));
             n = state->kept[0][0].size();
             if (state->kept.back().back().size() != n || (n > 0) != (got.evicted != 0)) {
-                refuse("its heads hold different numbers of entries");
+                reject_state("its heads hold different numbers of entries");
             }
         }
         state->queries.emplace_back(ggml_nelements(l.queries));
@@ -138,7 +138,7 @@ void store::state_commit() {
     }
     if ((int32_t) state->kept[0][0].size() > n_entries()) {
         clear_cache();
-        refuse("it holds fewer entries than positions");
+        reject_state("it holds fewer entries than positions");
     }
     evicted    = state->evicted != 0;
     tail_start = state->tail_start;

@@ -230,6 +230,7 @@ criticalkv_stats store::stats() const {
     criticalkv_stats s = counters;
     s.budget           = budget;
     s.n_layer          = (int32_t) layers.size();
+    s.evicted          = evicted;
     s.n_tokens         = n_positions();
     s.n_entries        = n_entries();
     s.n_entries_peak   = std::max(entries_peak, n_entries());
@@ -293,7 +294,7 @@ bool store::on_seq_rm(int32_t p0, int32_t p1) {
     return true;
 }
 
-bool store::refuse(const char * operation) {
+bool store::refuse_operation(const char * operation) {
     set_last_error(std::string(operation) + " is not supported by a cache with a budget");
     LLAMA_LOG_ERROR("%s is not supported by a cache with a budget\n", operation);
     return true;
@@ -434,20 +435,22 @@ store::kept_positions store::positions_of(const keep_lists & keep) const {
     return kept;
 }
 
-// Puts the new slots in force. A slot of the cells stands for all heads: in the tail, which every head holds in full, it
-// has its true position; before that only a stand-in, its own index, which no true position there is below. All kept
-// slots so stay visible to every later query, and the sequence ends where it did.
+// Puts the new slots in force. A slot of the cells stands for all heads. In the tail, which every head holds in full, it
+// has its true position; the slots before take stand-ins, the positions just below the tail. So all kept slots stay
+// visible to every later query, and the sequence ends where it did, also after it is cut back to the tail's start.
 void store::commit(kept_positions kept) {
     tail_start = std::max(tail_start, n_positions() - params.window);
     evicted    = true;
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].kept = std::move(kept[i]);
     }
-    const std::vector<int32_t> & first = layers[0].kept[0];
-    llama_kv_cells &             c     = cells();
+    const std::vector<int32_t> & first   = layers[0].kept[0];
+    const auto                   tail    = std::lower_bound(first.begin(), first.end(), tail_start);
+    const int32_t                n_below = (int32_t) (tail - first.begin());
+    llama_kv_cells &             c       = cells();
     c.reset();
     for (int32_t i = 0; i < (int32_t) first.size(); ++i) {
-        c.pos_set(i, first[i] >= tail_start ? first[i] : i);
+        c.pos_set(i, i < n_below ? tail_start - n_below + i : first[i]);
         c.seq_add(i, 0);
     }
     cache.v_heads[0] = (uint32_t) first.size();

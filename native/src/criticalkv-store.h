@@ -85,7 +85,7 @@ class store {
     bool on_seq_rm(int32_t p0, int32_t p1);
 
     // For operations that would make the kept positions wrong (shifting, copying sequences): logs an error, returns true.
-    bool refuse(const char * operation);
+    bool refuse_operation(const char * operation);
 
     // A memory update if an eviction (or a scoring) is asked for, else nullptr. `optimize`: a decode found no free cells.
     llama_memory_context_ptr init_update(llama_context * lctx, bool optimize);

@@ -1,0 +1,64 @@
+"""Models and small helpers that the tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fetch
+import numpy as np
+import pytest
+from tiny import write_tiny
+
+from pycriticalkv import Llama
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny random llama with F32 weights, 8 query heads on 2 KV heads."""
+    folder = tmp_path_factory.mktemp("models")
+    return str(write_tiny(folder / "tiny.gguf", wo_type="F32", weight_type="F32"))
+
+
+@pytest.fixture(scope="session")
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Writes a tiny model with the arguments of write_tiny and returns its path."""
+    folder = tmp_path_factory.mktemp("variants")
+
+    def make(**arguments: Any) -> str:
+        name = "-".join(f"{key}_{value}" for key, value in sorted(arguments.items()))
+        path: Path = folder / f"{name}.gguf"
+        return str(path if path.exists() else write_tiny(path, **arguments))
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    return str(fetch.fetch("smollm2"))
+
+
+@pytest.fixture
+def load() -> Iterator[Callable[..., Llama]]:
+    """Loads a model quietly, on one thread; everything is closed after the test."""
+    loaded: list[Llama] = []
+
+    def make(path: str, **arguments: Any) -> Llama:
+        defaults: dict[str, Any] = {"verbose": False, "n_threads": 1, "n_threads_batch": 2}
+        loaded.append(Llama(path, **{**defaults, **arguments}))
+        return loaded[-1]
+
+    yield make
+    for llm in loaded:
+        llm.close()
+
+
+@pytest.fixture
+def tokens() -> Callable[..., list[int]]:
+    """Random tokens of the tiny model: letters and pieces, no special ones."""
+
+    def make(n: int, seed: int = 1) -> list[int]:
+        return np.random.default_rng(seed).integers(10, 440, n).tolist()
+
+    return make

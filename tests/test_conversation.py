@@ -1,0 +1,184 @@
+"""Turns, prefix reuse, cutting back, and llama-cpp-python's own features on an evicted cache."""
+
+from __future__ import annotations
+
+import json
+
+import llama_cpp
+import numpy as np
+import pytest
+from helpers import entries, greedy, kept, last_logits
+
+
+@pytest.fixture
+def evaluated(monkeypatch):
+    """Numbers of tokens given to llama_cpp's eval."""
+    counts: list[int] = []
+    plain = llama_cpp.Llama.eval
+
+    def counting(self, tokens):
+        counts.append(len(tokens))
+        plain(self, tokens)
+
+    monkeypatch.setattr(llama_cpp.Llama, "eval", counting)
+    return counts
+
+
+def document(n):
+    return "the keeper of the lighthouse wrote down the weather. " * n
+
+
+def test_a_later_turn_evaluates_only_its_new_tokens(tiny, load, evaluated):
+    llm = load(tiny, kv_budget=100, n_ctx=4096)
+    messages = [{"role": "user", "content": document(20)}]
+    answer = llm.create_chat_completion(messages, max_tokens=20, temperature=0.0)
+    messages += [answer["choices"][0]["message"], {"role": "user", "content": "where is the key?"}]
+    seen = llm.n_tokens
+    evaluated.clear()
+    second = llm.create_chat_completion(messages, max_tokens=5, temperature=0.0)
+    assert evaluated[0] == second["usage"]["prompt_tokens"] - seen < 60
+    assert evaluated[1:] == [1] * 4
+    assert llm.kv_stats().tokens_seen == llm.n_tokens
+
+
+def test_editing_an_earlier_turn_evaluates_everything_again(tiny, load, evaluated):
+    llm = load(tiny, kv_budget=100, n_ctx=4096)
+    first = [{"role": "user", "content": document(20)}]
+    llm.create_chat_completion(first, max_tokens=20, temperature=0.0)
+    evaluated.clear()
+    edited = [{"role": "user", "content": document(10) + "where? " + document(9)}]
+    out = llm.create_chat_completion(edited, max_tokens=5, temperature=0.0)
+    assert evaluated[0] == out["usage"]["prompt_tokens"]
+    fresh = load(tiny, kv_budget=100, n_ctx=4096)
+    again = fresh.create_chat_completion(edited, max_tokens=5, temperature=0.0)
+    assert out["choices"][0]["message"] == again["choices"][0]["message"]
+    assert kept(llm) == kept(fresh)
+
+
+def test_the_same_prompt_again_is_cut_back_inside_the_window(tiny, load, tokens, evaluated):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    prompt = tokens(300)
+    first = greedy(llm, prompt, 6)
+    evaluated.clear()
+    second = greedy(llm, prompt, 6)
+    # one prompt token is evaluated again over the evicted cache: not a new prompt
+    assert evaluated[0] == 1
+    assert len(first) == len(second) == 6
+
+
+def test_cutting_back_is_exact_in_the_tail_and_refused_before_it(tiny, load, tokens):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    llm.eval(tokens(300))
+    extra = tokens(10, seed=3)
+    for token in extra:
+        llm.eval([token])
+    want_positions, want = kept(llm), last_logits(llm)
+    llm.n_tokens = 305
+    for token in extra[5:]:
+        llm.eval([token])
+    assert kept(llm) == want_positions
+    assert np.array_equal(last_logits(llm), want)
+
+    assert llm._ctx.kv_cache_seq_rm(-1, 284, -1)  # the first position of the window
+    assert entries(llm) == 64 - 16
+    assert not llm._ctx.kv_cache_seq_rm(-1, 283, -1)
+    assert not llm._ctx.kv_cache_seq_rm(-1, 0, 100)
+    assert entries(llm) == 64 - 16
+    llm.n_tokens = 200
+    with pytest.raises(RuntimeError, match="n_tokens=200"):
+        llm.eval([5])
+
+
+def test_evicting_after_a_cut_back_uses_the_queries_that_are_known(tiny, load, tokens):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    llm.eval(tokens(300))
+    llm.n_tokens = 290
+    llm.eval(tokens(80, seed=4))
+    assert entries(llm) == 64
+    llm.n_tokens = 362
+    llm.eval([7])
+    llm._kv_store.evict(40)
+    assert entries(llm) == 40
+    assert all(heads[-1] == 362 for lists in kept(llm) for heads in lists)
+    # only one query of the window is known here, and nothing before the tail of the last eviction can be cut
+    assert not llm._ctx.kv_cache_seq_rm(-1, 353, -1)
+    assert llm._ctx.kv_cache_seq_rm(-1, 354, -1)
+
+
+def test_without_a_known_query_an_eviction_is_refused(tiny, load, tokens):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    llm.eval(tokens(300))
+    llm._ctx.kv_cache_seq_rm(-1, 284, -1)
+    before = kept(llm)
+    with pytest.raises(RuntimeError, match="queries of the last positions are not known"):
+        llm._kv_store.evict(30)
+    assert kept(llm) == before
+
+
+def test_reset_forgets_everything(tiny, load, tokens):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    fresh = greedy(llm, tokens(300), 20)
+    llm.reset()
+    stats = llm.kv_stats()
+    assert (stats.tokens_seen, stats.entries[0][0], stats.evictions, stats.bytes_now) == (0, 0, 0, 0)
+    assert [len(p) for p in llm.kv_positions(0)] == [0, 0]
+    greedy(llm, tokens(250, seed=9), 5)
+    llm.reset()
+    assert greedy(llm, tokens(300), 20) == fresh
+
+
+def test_streaming_gives_the_text_of_a_completion(tiny, load):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    whole = llm(document(10), max_tokens=40, temperature=0.0)["choices"][0]["text"]
+    llm.reset()
+    parts = [c["choices"][0]["text"] for c in llm(document(10), max_tokens=40, temperature=0.0, stream=True)]
+    assert "".join(parts) == whole
+
+
+def test_logprobs_and_logits_of_all_tokens(tiny, load, tokens):
+    llm = load(tiny, kv_budget=64, n_ctx=1024, logits_all=True)
+    out = llm(document(8), max_tokens=10, temperature=0.0, logprobs=3)
+    assert len(out["choices"][0]["logprobs"]["token_logprobs"]) == 10
+    plain = load(tiny, n_ctx=1024, flash_attn=True, logits_all=True)
+    for model in (llm, plain):
+        model.reset()
+        model.eval(tokens(200))
+    assert np.array_equal(llm.scores[:200], plain.scores[:200])
+
+
+def test_grammar(smollm2, load):
+    llm = load(smollm2, kv_budget=64, n_ctx=1024)
+    grammar = llama_cpp.LlamaGrammar.from_string('root ::= "{\\"answer\\": " ("true" | "false") "}"', verbose=False)
+    out = llm("The sea is wet. " * 40 + "Is the sea wet?", max_tokens=20, grammar=grammar)
+    assert set(json.loads(out["choices"][0]["text"])) == {"answer"}
+    assert llm.kv_stats().evictions == 1
+
+
+def test_speculative_decoding_cuts_back_only_what_it_may(tiny, load, tokens):
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding  # noqa: PLC0415
+
+    prompt = tokens(40) * 8
+    want = greedy(load(tiny, kv_budget=64, n_ctx=1024), prompt, 120)
+    draft = LlamaPromptLookupDecoding(num_pred_tokens=10)
+    llm = load(tiny, kv_budget=64, n_ctx=1024, draft_model=draft)
+    got = greedy(llm, prompt, 120)
+    assert len(got) == len(want) == 120
+    assert entries(llm) <= 64 + 32
+
+
+def test_a_failed_decode_leaves_an_object_that_can_go_on(tiny, load, tokens, monkeypatch):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    want = greedy(load(tiny, kv_budget=64, n_ctx=1024), tokens(300), 10)
+    plain, calls = llm._ctx.decode, []
+
+    def failing(batch):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        plain(batch)
+
+    monkeypatch.setattr(llm._ctx, "decode", failing)
+    with pytest.raises(KeyboardInterrupt):
+        llm.eval(tokens(700))
+    llm.reset()
+    assert greedy(llm, tokens(300), 10) == want

@@ -1,0 +1,71 @@
+"""Several models in one process, threads, and memory that goes back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+import psutil
+from helpers import greedy, kept
+
+from pycriticalkv import Llama
+
+
+def test_two_models_with_different_budgets_in_two_threads(tiny, load, tokens):
+    def run(llm, out):
+        for seed in range(4):
+            out.append((greedy(llm, tokens(300, seed=seed), 60), kept(llm)))
+
+    results = {}
+    for parallel in (False, True):
+        models = [load(tiny, kv_budget=64, n_ctx=1024), load(tiny, kv_budget=100, kv_policy="snapkv", n_ctx=1024)]
+        outs = [[], []]
+        threads = [threading.Thread(target=run, args=pair) for pair in zip(models, outs, strict=True)]
+        for thread in threads:
+            thread.start()
+            if not parallel:
+                thread.join()
+        for thread in threads:
+            thread.join()
+        results[parallel] = outs
+    assert results[True] == results[False]
+    assert results[True][0] != results[True][1]
+
+
+def test_models_created_side_by_side_in_threads_get_their_own_budget(tiny):
+    budgets, made = list(range(40, 52)), {}
+
+    def make(budget):
+        made[budget] = Llama(tiny, kv_budget=budget, n_ctx=512, verbose=False)
+
+    threads = [threading.Thread(target=make, args=(b,)) for b in budgets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for budget in budgets:
+        assert made[budget].kv_stats().budget == budget
+        made[budget].close()
+    plain = Llama(tiny, verbose=False)
+    assert plain._kv_budget is None
+
+
+def test_memory_goes_back(tiny, tokens):
+    process = psutil.Process(os.getpid())
+
+    def once():
+        llm = Llama(tiny, kv_budget=64, n_ctx=2048, verbose=False, n_threads=1, n_threads_batch=1)
+        greedy(llm, tokens(300), 4)
+        llm.close()
+
+    for _ in range(10):
+        once()
+    gc.collect()
+    before = process.memory_info().rss
+    for _ in range(50):
+        once()
+    gc.collect()
+    grown = process.memory_info().rss - before
+    # one model's cache alone is 1.5 MB: a leak of one per round would be 75 MB
+    assert grown < 4_000_000
