@@ -164,7 +164,8 @@ def _encode(values: Floats, qtype: GGMLQuantizationType) -> NDArray[Any]:
             raise ValueError(f"{qtype.name} needs rows of a multiple of 256, not {values.shape[-1]}")
         encode = _encode_q4_k if qtype == GGMLQuantizationType.Q4_K else _encode_q6_k
         return encode(values.reshape(-1, 256)).reshape(*values.shape[:-1], -1)
-    return gguf.quants.quantize(values, qtype)
+    quantized: NDArray[Any] = gguf.quants.quantize(values, qtype)
+    return quantized
 
 
 def _ratio(values: Floats, scale: Floats) -> Floats:

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 LIBRARY_FOLDER = Path(__file__).resolve().parent / "lib"
-LLAMA_CPP_PYTHON = "0.3.36"  # the version whose llama.cpp is inside; native/llama.cpp.lock and pyproject.toml name it too
+LLAMA_CPP_PYTHON = (
+    "0.3.36"  # the version whose llama.cpp is inside; native/llama.cpp.lock and pyproject.toml name it too
+)
 ENVIRONMENT = "LLAMA_CPP_LIB_PATH"  # read by llama_cpp when it is imported
 
 
@@ -16,8 +18,8 @@ def bind() -> None:
     """Import ``llama_cpp`` with the libraries of this package.
 
     Raises:
-        ImportError: This is not an installation, ``llama_cpp`` was imported before with other libraries, the environment
-            names other libraries, or llama-cpp-python has another version.
+        ImportError: This is not an installation, ``llama_cpp`` was imported before with other libraries, the
+            environment names other libraries, or llama-cpp-python has another version.
     """
     if not LIBRARY_FOLDER.is_dir():
         raise ImportError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from pycriticalkv.store import Store, last_error, prepared
 GGML_TYPES = {0: "f32", 1: "f16", 30: "bf16"}  # cache types that can be evicted
 
 
-class Llama(llama_cpp.Llama):  # type: ignore[misc]
+class Llama(llama_cpp.Llama):
     """``llama_cpp.Llama`` that keeps at most a budget of KV cache entries per attention head.
 
     Every argument and method of ``llama_cpp.Llama`` is there. Without ``kv_budget`` this is ``llama_cpp.Llama``.
@@ -38,6 +39,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         TypeError: ``kv_budget`` or ``kv_policy`` has the wrong type.
         ValueError: A value is out of range, the model is missing or damaged, or it cannot be evicted.
     """
+
+    # of llama_cpp.Llama
+    input_ids: npt.NDArray[np.intc]
+    scores: npt.NDArray[np.single]
+    n_tokens: int
+    _requires_eval: bool
+    _seed: int
 
     def __init__(
         self,
@@ -132,15 +140,24 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         stats = self._kv_store.stats()
         budget = self._kv_budget.for_prompt(int(stats.n_tokens))
         limit = budget + self._kv_policy.slack_for(budget) if stats.evicted else budget
-        # evict() with a budget that is not exceeded only puts the budget in force
-        self._kv_store.evict(budget if stats.n_entries > limit else max(budget, int(stats.n_entries)))
+        if stats.n_entries > limit:
+            self._evict(budget)
+        elif stats.n_entries <= budget:
+            self._kv_store.evict(budget)  # evicts nothing; the budget is in force from here on
 
     def _make_room(self, n_new: int) -> None:
         stats = self._kv_store.stats()
         assert self._kv_budget is not None
         budget = int(stats.budget) or self._kv_budget.for_prompt(int(stats.n_tokens))
         if stats.n_entries + n_new > budget + self._kv_policy.slack_for(budget):
-            self._kv_store.evict(budget)
+            self._evict(budget)
+
+    def _evict(self, budget: int) -> None:
+        before = self._kv_store.stats()
+        self._kv_store.evict(budget)
+        if self.verbose:
+            seconds = self._kv_store.stats().seconds_total - before.seconds_total
+            print(f"Llama.eval: evicted {before.n_entries} to {budget} entries in {seconds:.2f} s", file=sys.stderr)
 
     # ---- inspection --------------------------------------------------------------------------------------------------
 
@@ -184,7 +201,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         """The whole state; with a budget its size follows the entries kept."""
         if self._kv_budget is None:
             return super().save_state()
-        # without logits_all the rows of `scores` are never filled; saving them would cost up to n_batch * n_vocab floats
+        # without logits_all the rows of `scores` are never filled, but are up to n_batch * n_vocab floats
         scores = self.scores
         try:
             if not self._logits_all:
@@ -229,9 +246,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
 
 def _check_names(kwargs: dict[str, Any]) -> None:
     """Refuse misspelt arguments of ours; llama_cpp.Llama itself ignores what it does not know."""
-    for name in kwargs:
+    for name, value in kwargs.items():
         if name.startswith("kv_") and name != "kv_overrides":
-            raise TypeError(f"{name}={kwargs[name]!r} is not an argument of Llama; known are kv_budget and kv_policy")
+            raise TypeError(f"{name}={value!r} is not an argument of Llama; known are kv_budget and kv_policy")
 
 
 def _check_arguments(flash_attn: bool | None, kwargs: dict[str, Any]) -> None:

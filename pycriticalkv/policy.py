@@ -24,14 +24,14 @@ def _one_of(name: str, value: Any, known: dict[str, int]) -> None:
 def _integer(name: str, value: Any, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: allowed is an int from {least} to {most}")
-    if not least <= value <= most:
+    if not least <= int(value) <= most:
         raise ValueError(f"{name}={value!r}: allowed is an int from {least} to {most}")
 
 
 def _number(name: str, value: Any, least: float, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r}: allowed is a number from {least} to {most}")
-    if not (least <= value <= most and math.isfinite(value)):
+    if not (least <= float(value) <= most and math.isfinite(value)):
         raise ValueError(f"{name}={value!r}: allowed is a finite number from {least} to {most}")
 
 
@@ -147,7 +147,7 @@ class Budget:
         if isinstance(kv_budget, bool) or not isinstance(kv_budget, Real):
             raise TypeError(f"kv_budget={kv_budget!r}: {allowed}")
         if isinstance(kv_budget, Integral):
-            if not least <= kv_budget < 2**31:
+            if not least <= int(kv_budget) < 2**31:
                 raise ValueError(f"kv_budget={kv_budget!r}: {allowed}")
             return cls(int(kv_budget), None, least)
         share = float(kv_budget)

@@ -45,7 +45,7 @@ def unseal(state: llama_cpp.LlamaState, *, n_ctx: int, n_vocab: int) -> llama_cp
     if n_tokens > n_ctx:
         raise ValueError(f"the state cannot be loaded: it holds {n_tokens} tokens, n_ctx is {n_ctx}")
     ids = state.input_ids[:n_tokens]
-    if n_tokens and not (0 <= int(ids.min()) and int(ids.max()) < n_vocab):
+    if n_tokens and not (int(ids.min()) >= 0 and int(ids.max()) < n_vocab):
         raise ValueError("the state cannot be loaded: its tokens are not in the vocabulary of this model")
     opened = copy(state)
     opened.llama_state = payload

@@ -7,7 +7,7 @@ import json
 import llama_cpp
 import numpy as np
 import pytest
-from helpers import entries, greedy, kept, last_logits
+from helpers import entries, greedy, kept, last_logits, prefill_only
 
 
 @pytest.fixture
@@ -182,3 +182,40 @@ def test_a_failed_decode_leaves_an_object_that_can_go_on(tiny, load, tokens, mon
         llm.eval(tokens(700))
     llm.reset()
     assert greedy(llm, tokens(300), 10) == want
+
+
+def test_an_aborted_eviction_leaves_the_cache_as_it_was(tiny, load, tokens):
+    llm = load(tiny, kv_budget=64, n_ctx=1024, n_threads_batch=1)
+    prefill_only(llm, tokens(300))
+    before = kept(llm), [llm._kv_store.read(which, il) for which in "kvq" for il in range(3)]
+    left = 0
+
+    def abort(_):
+        nonlocal left
+        left -= 1
+        return left < 0
+
+    callback = llama_cpp.ggml_abort_callback(abort)
+    aborted = 0
+    for allowed in range(0, 100_000, 7):
+        left = allowed
+        llama_cpp.llama_set_abort_callback(llm.ctx, callback, None)
+        try:
+            llm._kv_store.evict(64)
+        except RuntimeError as e:
+            aborted += 1
+            assert "aborted" in str(e)
+            assert kept(llm) == before[0]
+            now = [llm._kv_store.read(which, il) for which in "kvq" for il in range(3)]
+            assert all(np.array_equal(a, b) for a, b in zip(before[1], now, strict=True))
+        else:
+            break
+        finally:
+            llama_cpp.llama_set_abort_callback(llm.ctx, llama_cpp.ggml_abort_callback(), None)
+    assert aborted > 10
+    fresh = load(tiny, kv_budget=64, n_ctx=1024)
+    fresh.eval(tokens(300))
+    assert kept(llm) == kept(fresh)
+    for model in (llm, fresh):
+        model.eval([5])
+    assert np.array_equal(last_logits(llm), last_logits(fresh))

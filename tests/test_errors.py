@@ -18,7 +18,9 @@ from pycriticalkv import KVPolicy
 
 @pytest.mark.parametrize("budget", [0, -1, 20, 2**31, float("nan"), float("inf"), 0.0, -0.5, 1.0, 1.5, np.float64(2)])
 def test_bad_budgets(tiny, load, budget):
-    with pytest.raises(ValueError, match=r"kv_budget=.*allowed are an int of at least .* = 21 .* or a float in \(0, 1\)"):
+    with pytest.raises(
+        ValueError, match=r"kv_budget=.*allowed are an int of at least .* = 21 .* or a float in \(0, 1\)"
+    ):
         load(tiny, kv_budget=budget)
 
 

@@ -13,7 +13,7 @@ N_PROMPT = 300
 
 
 def visibility(prompt_len, n, kept_per_query, n_head_kv):
-    """[layer, KV head, query, key]: a query after the prompt sees the kept positions of its time and what came since."""
+    """[layer, KV head, query, key]: a query after the prompt sees what was kept in its time, and what came since."""
     n_layer = len(kept_per_query[0])
     visible = np.ones((n_layer, n_head_kv, n, n), dtype=bool)
     for i, lists in enumerate(kept_per_query):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import gguf
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from helpers import kept, prefill_only
 from reference import scores as reference
 from reference.select import select
 
-from pycriticalkv import KVPolicy
+from pycriticalkv import PRESETS, KVPolicy
 
 NORMS = {"gram": reference.norm_gram, "l2": reference.norm_l2, "l1": reference.norm_l1}
 AGGREGATES = {"mean": reference.aggregate_mean, "max": reference.aggregate_max}
@@ -134,17 +136,12 @@ def tied_within_rounding(only_want, only_got, attn, norm):
     else:
         floored = np.maximum(attn, attn.mean())
         products = [attn, attn * norm, (attn + 1e-4) * norm, floored * norm]
-    return all(
-        any(abs(s[a] - s[b]) <= 1e-5 * abs(s[a]) for s in products) for a in only_want for b in only_got
-    )
+    return all(any(abs(s[a] - s[b]) <= 1e-5 * abs(s[a]) for s in products) for a in only_want for b in only_got)
 
 
 @pytest.mark.parametrize("preset", ["critical-max", "criticalkv", "snapkv"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_smollm2_scores_and_kept_sets(smollm2, load, preset, norm):
-    from pycriticalkv import PRESETS  # noqa: PLC0415
-    from dataclasses import replace  # noqa: PLC0415
-
     policy = replace(PRESETS[preset], norm=norm)
     llm = load(smollm2, kv_budget=128, kv_policy=policy, n_ctx=1024)
     text = "The keeper of the lighthouse wrote down the weather every evening. " * 60

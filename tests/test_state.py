@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import pickle
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import llama_cpp
 import numpy as np
 import pytest
 from helpers import greedy, kept, last_logits
+
+from pycriticalkv import KVPolicy
 
 
 def state_of(llm):
@@ -84,8 +87,9 @@ def damaged(saved, how):
     if how == "truncated":
         bad.llama_state = bad.llama_state[:-100]
     elif how == "flipped":
-        middle = len(bad.llama_state) // 2
-        bad.llama_state = bad.llama_state[:middle] + bytes([bad.llama_state[middle] ^ 1]) + bad.llama_state[middle + 1 :]
+        blob = bytearray(bad.llama_state)
+        blob[len(blob) // 2] ^= 1
+        bad.llama_state = bytes(blob)
     elif how == "other tokens":
         bad.input_ids[5] += 1
     elif how == "fewer tokens":
@@ -151,7 +155,8 @@ def test_raw_blobs_from_a_cache_without_a_store_are_refused_before_anything_chan
         model.eval(tokens(300))
     before = kept(llm)
     blob = plain.save_state().llama_state
-    assert llama_cpp.llama_state_set_data(llm.ctx, (llama_cpp.llama_cpp.ctypes.c_uint8 * len(blob))(*blob), len(blob)) == 0
+    raw = (ctypes.c_uint8 * len(blob)).from_buffer_copy(blob)
+    assert llama_cpp.llama_state_set_data(llm.ctx, raw, len(blob)) == 0
     assert kept(llm) == before
 
 
@@ -172,3 +177,18 @@ def test_pickle_keeps_the_arguments(tiny, load):
     assert other._kv_policy == llm._kv_policy
     assert other._kv_budget == llm._kv_budget
     other.close()
+
+
+def test_before_anything_is_evicted_another_policy_with_the_same_window_may_load(tiny, load, tokens):
+    llm = load(tiny, kv_budget=400, n_ctx=1024)
+    llm.eval(tokens(300))
+    saved = llm.save_state()
+    other = load(tiny, kv_budget=64, kv_policy="snapkv", n_ctx=1024)
+    other.load_state(saved)
+    other._kv_store.evict(64)
+    fresh = load(tiny, kv_budget=64, kv_policy="snapkv", n_ctx=1024)
+    fresh.eval(tokens(300))
+    assert kept(other) == kept(fresh)
+    narrow = load(tiny, kv_budget=64, kv_policy=KVPolicy(window=8), n_ctx=1024)
+    with pytest.raises(ValueError, match="another policy"):
+        narrow.load_state(saved)

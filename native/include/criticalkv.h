@@ -68,12 +68,12 @@ enum criticalkv_norm {
 };
 
 struct criticalkv_params {
-    int32_t  budget;    /* entries to keep per KV head and layer, window and sinks included; 0: only on explicit request */
-    int32_t  slack;     /* entries over the budget that generation may add before it evicts again, >= 1 */
-    int32_t  window;    /* last entries, always kept; their queries observe; >= 1 */
-    int32_t  sinks;     /* first positions, always kept; >= 0 */
-    int32_t  pool;      /* odd width of the average pool over entries, >= 1 */
-    int32_t  score;     /* enum criticalkv_score */
+    int32_t  budget; /* entries to keep per KV head and layer, window and sinks included; 0: only on explicit request */
+    int32_t  slack;  /* entries over the budget that generation may add before it evicts again, >= 1 */
+    int32_t  window; /* last entries, always kept; their queries observe; >= 1 */
+    int32_t  sinks;  /* first positions, always kept; >= 0 */
+    int32_t  pool;   /* odd width of the average pool over entries, >= 1 */
+    int32_t  score;  /* enum criticalkv_score */
     int32_t  aggregate; /* enum criticalkv_aggregate */
     int32_t  value;     /* enum criticalkv_value */
     int32_t  norm;      /* enum criticalkv_norm */
@@ -97,7 +97,7 @@ struct criticalkv_stats {
     double  seconds_score;
     double  seconds_select;
     double  seconds_compact;
-    double  seconds_total;   /* of all evictions, the new reservation of the graph included */
+    double  seconds_total; /* of all evictions, the new reservation of the graph included */
 };
 
 struct criticalkv_layer_info {
@@ -141,7 +141,8 @@ CRITICALKV_API int criticalkv_get_stats(const struct llama_context * ctx, struct
 CRITICALKV_API int criticalkv_get_layers(const struct llama_context * ctx, int32_t * out, int32_t capacity);
 
 /* CRITICALKV_ERR_ARGUMENT for a layer without a cache. */
-CRITICALKV_API int criticalkv_get_layer(const struct llama_context * ctx, int32_t il, struct criticalkv_layer_info * info);
+CRITICALKV_API int criticalkv_get_layer(const struct llama_context * ctx, int32_t il,
+                                        struct criticalkv_layer_info * info);
 
 /* Original positions that a KV head holds, ascending: writes at most `capacity` of them and returns how many there are,
  * or -1 on error. */
@@ -159,9 +160,9 @@ CRITICALKV_API size_t criticalkv_read(struct llama_context * ctx, int32_t which,
 /* The selection by itself, a pure function. n entries of one KV head with ascending original positions pos[n]; attn and
  * norm: n - window floats each (may be NULL where the policy does not use them). Writes the kept indices, ascending, to
  * out[min(n, budget)] and returns their number, or -1 on error. */
-CRITICALKV_API int32_t criticalkv_select(const struct criticalkv_params * params, int32_t budget, int32_t il, int32_t head,
-                                         int32_t n, const int32_t * pos, const float * attn, const float * norm,
-                                         int32_t * out);
+CRITICALKV_API int32_t criticalkv_select(const struct criticalkv_params * params, int32_t budget, int32_t il,
+                                         int32_t head, int32_t n, const int32_t * pos, const float * attn,
+                                         const float * norm, int32_t * out);
 
 /* A number that differs between models: a hash over shapes, types and samples of all weights. */
 CRITICALKV_API uint64_t criticalkv_model_fingerprint(const struct llama_context * ctx);

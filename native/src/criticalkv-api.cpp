@@ -1,8 +1,8 @@
 // The C API over a context: finds the store and turns exceptions into a status and a sentence.
 
 #include "criticalkv-error.h"
-#include "criticalkv-selection.h"
 #include "criticalkv-params.h"
+#include "criticalkv-selection.h"
 #include "criticalkv-store.h"
 #include "llama-context.h"
 #include "llama-kv-cache.h"
@@ -111,8 +111,8 @@ int criticalkv_scores(llama_context * ctx, int32_t il, float * attn, float * nor
         require_pointer(norm, "norm");
         const criticalkv::layer_scores s = store_of(ctx).scores(*ctx, il);
         if (count != s.attn.size()) {
-            throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "count is " + std::to_string(count) + ", needed: " +
-                                                                 std::to_string(s.attn.size()));
+            throw criticalkv::error(CRITICALKV_ERR_ARGUMENT,
+                                    "count is " + std::to_string(count) + ", needed: " + std::to_string(s.attn.size()));
         }
         std::copy(s.attn.begin(), s.attn.end(), attn);
         std::copy(s.norm.begin(), s.norm.end(), norm);

@@ -51,8 +51,7 @@ static ggml_tensor * query_rows(store & owner, ggml_context * ctx, llm_graph_res
 
 void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
                     const attention_call & call) {
-    const auto found =
-        std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == call.il; });
+    const auto found = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == call.il; });
     if (found == layers.end()) {
         return;
     }
@@ -70,7 +69,7 @@ void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res
 
     const int64_t n = std::min<int64_t>(params.window, ubatch.n_tokens);
     ggml_tensor * q = call.q;
-    q = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n) * q->nb[2]);
+    q               = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n) * q->nb[2]);
     if (!ggml_is_contiguous(q)) {
         q = ggml_cont(ctx, q);
     }

@@ -38,7 +38,7 @@ struct staging {
 };
 
 static staging allocate_staging(const std::vector<layer> & layers, int64_t rows) {
-    staging                                               s;
+    staging                                              s;
     std::map<ggml_backend_buffer_type_t, ggml_context *> by_buft;
     for (const layer & l : layers) {
         ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(l.k->buffer);

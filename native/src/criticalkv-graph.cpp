@@ -41,8 +41,8 @@ void graph::compute(llama_context & lctx) {
     const ggml_status status = lctx.graph_compute(cgraph, true);
     ggml_backend_sched_synchronize(sched);
     if (status != GGML_STATUS_SUCCESS) {
-        throw error(CRITICALKV_ERR_COMPUTE, status == GGML_STATUS_ABORTED ? "the eviction was aborted" :
-                                                                            "a graph of the eviction failed");
+        throw error(CRITICALKV_ERR_COMPUTE,
+                    status == GGML_STATUS_ABORTED ? "the eviction was aborted" : "a graph of the eviction failed");
     }
 }
 

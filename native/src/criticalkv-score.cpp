@@ -5,6 +5,7 @@
 
 #include "criticalkv-error.h"
 #include "criticalkv-graph.h"
+#include "criticalkv-l1-cpu.h"
 #include "criticalkv-store.h"
 #include "llama-kv-cells.h"
 
@@ -57,8 +58,8 @@ static ggml_tensor * observed_attention(graph & gr, const layer & l, int32_t hea
     const int64_t  g   = l.info.n_head / l.info.n_head_kv;
 
     ggml_tensor * q = ggml_get_rows(ctx, l.queries, query_rows);  // [d * n_head, m]
-    q = ggml_view_3d(ctx, q, d, m, g, q->nb[1], d * sizeof(float), head * g * d * sizeof(float));
-    q = ggml_reshape_2d(ctx, ggml_cont(ctx, q), d, m * g);
+    q               = ggml_view_3d(ctx, q, d, m, g, q->nb[1], d * sizeof(float), head * g * d * sizeof(float));
+    q               = ggml_reshape_2d(ctx, ggml_cont(ctx, q), d, m * g);
 
     ggml_tensor * logits = matmul(ctx, head_view(ctx, l.k, d, n, head), q);
     float         scale  = l.info.scale;
@@ -128,7 +129,8 @@ static bool can_get_rows(const ggml_tensor * wo, ggml_tensor * get_rows) {
 }
 
 // W_O dequantized: F32 [n_embd_v * n_head, n_embd]. `rows` and `identity` must live until the graph has run.
-static ggml_tensor * unpack_wo(graph & gr, const layer & l, std::vector<int32_t> & rows, std::vector<float> & identity) {
+static ggml_tensor * unpack_wo(graph & gr, const layer & l, std::vector<int32_t> & rows,
+                               std::vector<float> & identity) {
     ggml_context * ctx = gr.ctx();
     const int64_t  n   = l.wo->ne[0];
     rows.resize(l.wo->ne[1]);
@@ -158,10 +160,10 @@ static void compute_gram(llama_context & lctx, const criticalkv_params & params,
     for (int64_t i = 0; i < l.gram->ne[2]; ++i) {
         ggml_tensor * sum = nullptr;
         for (int64_t h = i * g; h < (i + 1) * g; ++h) {
-            ggml_tensor * block = ggml_view_2d(ctx, w, d, w->ne[1], w->nb[1], h * d * sizeof(float));
+            ggml_tensor * block  = ggml_view_2d(ctx, w, d, w->ne[1], w->nb[1], h * d * sizeof(float));
             ggml_tensor * turned = ggml_cont(ctx, ggml_transpose(ctx, block));  // [n_embd, d]
             ggml_tensor * one    = matmul(ctx, turned, turned);
-            sum                 = sum == nullptr ? one : ggml_add(ctx, sum, one);
+            sum                  = sum == nullptr ? one : ggml_add(ctx, sum, one);
         }
         ggml_tensor * mean = ggml_scale(ctx, sum, 1.0f / (float) g);
         ggml_build_forward_expand(gr.gf(), ggml_cpy(ctx, mean, gram_view(ctx, l.gram, i)));
@@ -169,20 +171,23 @@ static void compute_gram(llama_context & lctx, const criticalkv_params & params,
     gr.compute(lctx);
 }
 
-// W_O of one layer in a buffer of its own, for the L1 norm: F32 [n_embd_v * n_head, n_embd].
+// W_O of one layer in a buffer of its own, for the L1 norm.
 struct unpacked_wo {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buf;
-    ggml_tensor *           w = nullptr;
+    ggml_tensor *           w = nullptr;    // F32: fused [n_embd, n_embd_v * n_head], else [n_embd_v * n_head, n_embd]
+    bool                    fused = false;  // in host memory, for the fused CPU op
 };
 
 static unpacked_wo unpack_wo_for_l1(llama_context & lctx, const layer & l) {
-    unpacked_wo      u;
+    unpacked_wo u;
+    u.fused = ggml_backend_buffer_is_host(l.v->buffer);
+
     ggml_init_params init = {};
     init.mem_size         = ggml_tensor_overhead();
     init.no_alloc         = true;
     u.ctx.reset(ggml_init(init));
-    u.w = ggml_new_tensor_2d(u.ctx.get(), GGML_TYPE_F32, l.wo->ne[0], l.wo->ne[1]);
+    u.w = ggml_new_tensor_2d(u.ctx.get(), GGML_TYPE_F32, l.wo->ne[u.fused ? 1 : 0], l.wo->ne[u.fused ? 0 : 1]);
     u.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(u.ctx.get(), ggml_backend_buffer_get_type(l.v->buffer)));
     if (!u.buf) {
         throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(ggml_nbytes(u.w)) + " bytes of W_O");
@@ -190,16 +195,30 @@ static unpacked_wo unpack_wo_for_l1(llama_context & lctx, const layer & l) {
     graph                gr(MAX_NODES);
     std::vector<int32_t> rows;
     std::vector<float>   identity;
-    ggml_build_forward_expand(gr.gf(), ggml_cpy(gr.ctx(), unpack_wo(gr, l, rows, identity), u.w));
+    ggml_tensor *        w = unpack_wo(gr, l, rows, identity);
+    if (u.fused) {
+        w = ggml_transpose(gr.ctx(), w);
+    }
+    ggml_build_forward_expand(gr.gf(), ggml_cpy(gr.ctx(), w, u.w));
     gr.compute(lctx);
     return u;
 }
 
 // The paper's norm, mean over the group of |v W_h|_1, for the first n entries of a KV head, to out[n].
-static void projected_norm_l1(llama_context & lctx, const layer & l, ggml_tensor * w, int32_t head, int64_t n,
+static void projected_norm_l1(llama_context & lctx, const layer & l, const unpacked_wo & wo, int32_t head, int64_t n,
                               float * out) {
-    const int64_t            d       = l.info.n_embd_v;
-    const int64_t            g       = l.info.n_head / l.info.n_head_kv;
+    const int64_t d = l.info.n_embd_v;
+    const int64_t g = l.info.n_head / l.info.n_head_kv;
+    if (wo.fused) {
+        graph         gr(MAX_NODES);
+        ggml_tensor * v    = to_f32(gr.ctx(), head_view(gr.ctx(), l.v, d, n, head));
+        ggml_tensor * norm = l1_norm_cpu(gr.ctx(), v, wo.w, (int) (head * g), (int) g);
+        gr.output(norm);
+        gr.compute(lctx);
+        ggml_backend_tensor_get(norm, out, 0, ggml_nbytes(norm));
+        return;
+    }
+    ggml_tensor *            w       = wo.w;
     const int64_t            columns = L1_COLUMNS * std::max<int64_t>(1, L1_MAX_HEAD / g);
     const std::vector<float> ones(w->ne[1], 1.0f);
     for (int64_t first = 0; first < n; first += columns) {
@@ -211,8 +230,8 @@ static void projected_norm_l1(llama_context & lctx, const layer & l, ggml_tensor
         std::vector<ggml_tensor *> parts;
         for (int64_t c = first; c < last; c += L1_COLUMNS) {
             const int64_t width = std::min(L1_COLUMNS, last - c);
-            ggml_tensor * v = to_f32(ctx, ggml_view_2d(ctx, cache, d, width, cache->nb[1], c * cache->nb[1]));
-            ggml_tensor * sum = nullptr;
+            ggml_tensor * v     = to_f32(ctx, ggml_view_2d(ctx, cache, d, width, cache->nb[1], c * cache->nb[1]));
+            ggml_tensor * sum   = nullptr;
             for (int64_t h = head * g; h < (head + 1) * g; ++h) {
                 ggml_tensor * block = ggml_view_2d(ctx, w, d, w->ne[1], w->nb[1], h * d * sizeof(float));
                 ggml_tensor * norm  = matmul(ctx, ggml_abs(ctx, matmul(ctx, block, v)), one);  // [width]
@@ -292,7 +311,7 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) const {
         if (norm != nullptr) {
             ggml_backend_tensor_get(norm, out.norm.data() + offset, 0, ggml_nbytes(norm));
         } else if (with_norm) {
-            projected_norm_l1(lctx, l, wo.w, head, n_before, out.norm.data() + offset);
+            projected_norm_l1(lctx, l, wo, head, n_before, out.norm.data() + offset);
         }
     }
     check_finite(out.attn, l.il);

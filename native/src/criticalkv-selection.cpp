@@ -29,14 +29,14 @@ static void rank_best(std::vector<int32_t> & idx, size_t from, size_t k, const s
     if (k == 0 || from + k >= idx.size()) {
         return;
     }
-    std::nth_element(idx.begin() + from, idx.begin() + from + k, idx.end(), [&](int32_t a, int32_t b) {
-        return score[a] != score[b] ? score[a] > score[b] : a < b;
-    });
+    std::nth_element(idx.begin() + from, idx.begin() + from + k, idx.end(),
+                     [&](int32_t a, int32_t b) { return score[a] != score[b] ? score[a] > score[b] : a < b; });
 }
 
 // A[i], or for the maximum aggregate R[i] with its mean over all entries before the window as floor (DefensiveKV,
 // arXiv 2510.13334, "prior risk").
-static std::vector<double> attention_scores(const criticalkv_params & params, const head_entries & e, int32_t n_before) {
+static std::vector<double> attention_scores(const criticalkv_params & params, const head_entries & e,
+                                            int32_t n_before) {
     std::vector<double> score(e.attn, e.attn + n_before);
     if (params.aggregate == CRITICALKV_AGGREGATE_MAX) {
         const double floor = std::accumulate(score.begin(), score.end(), 0.0) / n_before;
@@ -53,8 +53,8 @@ static std::vector<double> first_scores(const criticalkv_params & params, const 
     }
     std::vector<double> score(n_before);
     for (int32_t i = 0; i < n_before; ++i) {
-        score[i] = params.score == CRITICALKV_SCORE_RECENCY ? e.pos[i] :
-                                                              random_score(params.seed, e.il, e.head, e.pos[i]);
+        score[i] =
+            params.score == CRITICALKV_SCORE_RECENCY ? e.pos[i] : random_score(params.seed, e.il, e.head, e.pos[i]);
     }
     return score;
 }

@@ -19,7 +19,7 @@ struct state_header {
     uint32_t          magic;
     uint32_t          version;
     uint64_t          fingerprint;  // of the model
-    criticalkv_params params;       // but for budget and slack, which may differ in the reader
+    criticalkv_params params;       // see same_policy
     int32_t           n_layer;
     int32_t           evicted;
     int32_t           tail_start;
@@ -87,6 +87,16 @@ static std::vector<int32_t> read_positions(llama_io_read_i & io, int32_t n_max) 
     return pos;
 }
 
+// As long as nothing was evicted, only the number of saved queries depends on the policy.
+static bool same_policy(const criticalkv_params & got, criticalkv_params want, bool evicted) {
+    if (!evicted) {
+        return got.window == want.window;
+    }
+    want.budget = got.budget;
+    want.slack  = got.slack;
+    return std::memcmp(&got, &want, sizeof(got)) == 0;
+}
+
 void store::state_read(llama_io_read_i & io) {
     state_header got;
     io.read(&got, sizeof(got));
@@ -97,9 +107,7 @@ void store::state_read(llama_io_read_i & io) {
     if (got.fingerprint != want.fingerprint || got.n_layer != want.n_layer) {
         reject_state("it was saved by another model");
     }
-    want.params.budget = got.params.budget;
-    want.params.slack  = got.params.slack;
-    if (std::memcmp(&got.params, &want.params, sizeof(got.params)) != 0) {
+    if (!same_policy(got.params, want.params, got.evicted != 0)) {
         reject_state("it was saved with another policy");
     }
     auto state        = std::make_unique<loaded_state>();

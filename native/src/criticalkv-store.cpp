@@ -91,7 +91,7 @@ void store::attach(llama_memory_i * memory, const llama_model & model, const lla
         if (const char * why = refuse_memory(memory, model, cparams)) {
             throw error(CRITICALKV_ERR_UNSUPPORTED, std::string(why) + " [" + model.arch_name() + "]");
         }
-        auto & cache     = dynamic_cast<llama_kv_cache &>(*memory);
+        auto & cache   = dynamic_cast<llama_kv_cache &>(*memory);
         cache.kv_store = std::make_shared<store>(cache, model, cparams, *params);
     } catch (const error & e) {
         set_last_error(e.what());
@@ -103,16 +103,16 @@ store::store(llama_kv_cache & cache, const llama_model & model, const llama_cpar
              const criticalkv_params & params) :
     cache(cache), model(model), params(params), query_pos(params.window, -1), budget(params.budget) {
     for (size_t ikv = 0; ikv < cache.layers.size(); ++ikv) {
-        const auto & from   = cache.layers[ikv];
-        layer        l      = {};
-        l.il                = (int32_t) from.il;
-        l.ikv               = ikv;
-        l.k                 = from.k;
-        l.v                 = from.v;
-        l.info.n_head       = (int32_t) model.hparams.n_head(from.il);
-        l.info.n_head_kv    = (int32_t) model.hparams.n_head_kv(from.il);
-        l.info.n_embd_k     = (int32_t) model.hparams.n_embd_head_k(from.il);
-        l.info.n_embd_v     = (int32_t) model.hparams.n_embd_head_v(from.il);
+        const auto & from = cache.layers[ikv];
+        layer        l    = {};
+        l.il              = (int32_t) from.il;
+        l.ikv             = ikv;
+        l.k               = from.k;
+        l.v               = from.v;
+        l.info.n_head     = (int32_t) model.hparams.n_head(from.il);
+        l.info.n_head_kv  = (int32_t) model.hparams.n_head_kv(from.il);
+        l.info.n_embd_k   = (int32_t) model.hparams.n_embd_head_k(from.il);
+        l.info.n_embd_v   = (int32_t) model.hparams.n_embd_head_v(from.il);
         l.kept.resize(l.info.n_head_kv);
         if (const char * why = refuse_layer(l)) {
             throw error(CRITICALKV_ERR_UNSUPPORTED, why);
@@ -143,7 +143,7 @@ void store::allocate(const llama_model & model, bool offload) {
         ggml_format_name(l.queries, "criticalkv_queries_l%d", l.il);
         if (with_gram) {
             const int64_t n_gram = params.norm == CRITICALKV_NORM_GRAM ? l.info.n_head_kv : l.info.n_head;
-            l.gram = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, l.info.n_embd_v, l.info.n_embd_v, n_gram);
+            l.gram               = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, l.info.n_embd_v, l.info.n_embd_v, n_gram);
             ggml_format_name(l.gram, "criticalkv_gram_l%d", l.il);
         }
     }
@@ -164,8 +164,8 @@ void store::check_layers() const {
     for (const layer & l : layers) {
         const std::string why = !l.captured ? "its attention is of an unsupported kind" : l.refused;
         if (!why.empty()) {
-            throw error(CRITICALKV_ERR_UNSUPPORTED,
-                        "layer " + std::to_string(l.il) + " cannot be evicted: " + why + " [" + model.arch_name() + "]");
+            throw error(CRITICALKV_ERR_UNSUPPORTED, "layer " + std::to_string(l.il) + " cannot be evicted: " + why +
+                                                        " [" + model.arch_name() + "]");
         }
     }
 }
@@ -216,7 +216,7 @@ std::vector<int32_t> store::positions(const layer & l, int32_t head) const {
 // Slots are taken in order and given back from the end, so they are dense and ascending, unless a caller of the C API cut
 // a hole into a cache that was never evicted.
 void store::check_cells() const {
-    const int32_t n = n_entries();
+    const int32_t n  = n_entries();
     bool          ok = (int32_t) cells().used_max_p1() == n;
     for (int32_t i = 1; ok && i < n; ++i) {
         ok = cells().pos_get(i - 1) < cells().pos_get(i);
@@ -372,8 +372,8 @@ void store::evict(llama_context & lctx, int32_t new_budget) {
         throw error(CRITICALKV_ERR_ARGUMENT, "budget is " + std::to_string(new_budget) + ", allowed: at least " +
                                                  std::to_string(least_budget(params)) + " (window + sinks + 1)");
     }
-    budget = new_budget;
-    if (n_entries() <= budget) {
+    if (n_entries() <= new_budget) {
+        budget = new_budget;
         return;
     }
     const int64_t t0 = ggml_time_us();
@@ -381,6 +381,7 @@ void store::evict(llama_context & lctx, int32_t new_budget) {
     what.what   = request::EVICT;
     what.budget = new_budget;
     run(lctx, what);
+    budget = new_budget;
     counters.seconds_total += (double) (ggml_time_us() - t0) * 1e-6;
 }
 

@@ -33,12 +33,13 @@ struct layer {
     size_t                ikv  = 0;   // in the cache
     criticalkv_layer_info info = {};
 
-    ggml_tensor * k       = nullptr;  // [n_embd_k * n_head_kv, slots], owned by the cache
-    ggml_tensor * v       = nullptr;  // [n_embd_v * n_head_kv, slots], owned by the cache
-    ggml_tensor * wo      = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
-    ggml_tensor * sinks   = nullptr;  // [n_head] sink logits or nullptr, owned by the model
-    ggml_tensor * queries = nullptr;  // F32 [n_embd_k * n_head, window]: ring, the query of position p in row p % window
-    ggml_tensor * gram    = nullptr;  // F32 [n_embd_v, n_embd_v, Gram matrices]; nullptr if the norm needs none
+    ggml_tensor * k     = nullptr;  // [n_embd_k * n_head_kv, slots], owned by the cache
+    ggml_tensor * v     = nullptr;  // [n_embd_v * n_head_kv, slots], owned by the cache
+    ggml_tensor * wo    = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
+    ggml_tensor * sinks = nullptr;  // [n_head] sink logits or nullptr, owned by the model
+    ggml_tensor * queries =
+        nullptr;                   // F32 [n_embd_k * n_head, window]: ring, the query of position p in row p % window
+    ggml_tensor * gram = nullptr;  // F32 [n_embd_v, n_embd_v, Gram matrices]; nullptr if the norm needs none
 
     bool        captured = false;  // a graph with this layer's attention was built
     bool        has_gram = false;  // gram has been computed
@@ -154,12 +155,12 @@ class store {
     void                   allocate(const llama_model & model, bool offload);
     void                   run(llama_context & lctx, const request & what);
 
-    layer_scores compute_scores(llama_context & lctx, layer & l) const;
+    layer_scores   compute_scores(llama_context & lctx, layer & l) const;
     kept_positions positions_of(const keep_lists & keep) const;
-    keep_lists   choose(llama_context & lctx, int32_t budget);
-    void         compact(llama_context & lctx, const keep_lists & keep) const;
-    void         commit(kept_positions kept);
-    void         run_eviction(llama_context & lctx, int32_t budget);
+    keep_lists     choose(llama_context & lctx, int32_t budget);
+    void           compact(llama_context & lctx, const keep_lists & keep) const;
+    void           commit(kept_positions kept);
+    void           run_eviction(llama_context & lctx, int32_t budget);
 
     llama_kv_cache &    cache;
     const llama_model & model;
