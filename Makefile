@@ -6,6 +6,7 @@ PYTHON      ?= python3
 VENV        ?= .venv
 ASAN_VENV   ?= .venv-asan
 LINT_VENV   ?= .venv-lint
+STOCK_VENV  ?= .venv-stock
 PYTEST_ARGS ?=
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
@@ -28,10 +29,10 @@ SAN_OPTIONS = ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1:abort_
               UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 .DELETE_ON_ERROR:
-.PHONY: help venv install test test-native demo bench test-asan lint format clean FORCE
+.PHONY: help venv install test test-native demo bench stock test-asan lint format clean FORCE
 
 help:
-	@echo "make test | demo | bench | test-asan | lint | format | install | venv | clean"
+	@echo "make test | demo | bench | stock | test-asan | lint | format | install | venv | clean"
 
 # ---------------------------------------------------------------- environments
 
@@ -89,10 +90,11 @@ test-native: install
 test: install test-native
 	$(VENV)/bin/pytest $(PYTEST_ARGS)
 
+# --capture=sys: a sanitizer writes its report and ends the process, and pytest could not show what it had captured.
 test-asan: $(ASAN_VENV)/.installed
 	$(call run_native_tests,build/asan,$(SAN_OPTIONS))
 	LD_PRELOAD="$(RUNTIMES)" $(SAN_OPTIONS) PYTHONMALLOC=malloc \
-	    $(ASAN_VENV)/bin/pytest $(PYTEST_ARGS)
+	    $(ASAN_VENV)/bin/pytest --capture=sys $(PYTEST_ARGS)
 
 # ---------------------------------------------------------------- programs
 
@@ -102,6 +104,11 @@ demo: install
 
 bench: install
 	$(VENV)/bin/python benchmarks/bench.py $(BENCH_ARGS)
+
+# An unpatched llama-cpp-python, for benchmarks/bench.py --stock-python $(STOCK_VENV)/bin/python.
+stock: $(STOCK_VENV)/bin/activate
+	CMAKE_ARGS="$(CMAKE_ARGS) -DLLAVA_BUILD=OFF" $(STOCK_VENV)/bin/python -m pip install \
+	    "llama-cpp-python==$$(sed -n 's/^version *= *//p' native/llama.cpp.lock)"
 
 # ---------------------------------------------------------------- style
 
@@ -117,5 +124,5 @@ format: $(LINT_VENV)/.installed
 	$(LINT_VENV)/bin/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf build dist $(VENV) $(ASAN_VENV) $(LINT_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist $(VENV) $(ASAN_VENV) $(LINT_VENV) $(STOCK_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

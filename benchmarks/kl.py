@@ -20,12 +20,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-import llama_cpp
 import numpy as np
 import texts
 from numpy.typing import NDArray
 
-from pycriticalkv import PRESETS, KVPolicy, Llama
+from pycriticalkv import PRESETS, KVPolicy, Llama, llama_cpp
 
 PROMPT = 6000
 FORCED = 512

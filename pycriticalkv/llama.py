@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
 import sys
 from collections.abc import Generator, Sequence
+from numbers import Integral
 from typing import Any
 
 import llama_cpp
@@ -49,7 +52,7 @@ class Llama(llama_cpp.Llama):
 
     def __init__(
         self,
-        model_path: str,
+        model_path: str | os.PathLike[str],
         *,
         kv_budget: int | float | None = None,
         kv_policy: str | KVPolicy | None = None,
@@ -57,10 +60,12 @@ class Llama(llama_cpp.Llama):
         flash_attn: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        model_path = os.fspath(model_path)
         self._stack = contextlib.ExitStack()  # close() works on an object that was refused
         self._kv_budget: Budget | None = None
         self._kv_arguments = {"kv_budget": kv_budget, "kv_policy": kv_policy}
         self._kv_prompt_next: bool | None = None
+        self._kv_prompt_logits: npt.NDArray[np.single] | None = None  # after the prompt that was evicted last
         _check_names(kwargs)
         if kv_budget is None:
             if kv_policy is not None:
@@ -71,7 +76,7 @@ class Llama(llama_cpp.Llama):
 
         self._kv_policy = resolve_policy(kv_policy)
         budget = Budget.parse(kv_budget, self._kv_policy)
-        _check_arguments(flash_attn, kwargs)
+        _check_arguments(n_ctx, flash_attn, kwargs)
         try:
             with prepared(self._kv_policy, budget):
                 super().__init__(model_path, n_ctx=n_ctx or 0, flash_attn=True, **kwargs)
@@ -79,24 +84,32 @@ class Llama(llama_cpp.Llama):
             if "llama_context" in str(e) and last_error():
                 raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {last_error()}") from None
             raise
-        self._kv_store = Store(lambda: self._ctx.ctx)
+        context = self._ctx  # not self: an object that refers to itself is not freed when its last user lets go
+        self._kv_store = Store(lambda: context.ctx)
         try:
             self._kv_store.check_model()
         except ValueError as e:
             self.close()
             raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {e}") from None
         self._kv_budget = budget
+        self._kv_entries = budget.for_prompt(0)
+        self._kv_model = state_file.model_digest(model_path)
+        # llama.cpp rounds n_ctx up, and what fits it is allowed
+        self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
+        if self._logits_all:
+            self.scores = np.ndarray((self._n_ctx, self._n_vocab), dtype=np.single)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after those already in the cache, and keep the cache within the budget.
 
-        A prompt or a turn (several tokens, or the first call of ``generate``) is evaluated whole and then evicted down
-        to the budget, the first time when it is over the budget, later when it is over budget plus slack. Generated
-        tokens evict before they would pass budget plus slack.
+        A prompt or a turn (several tokens in one call, or the first call of ``generate``) is evaluated whole and then
+        evicted down to the budget: the first time when it is over the budget, later when it is over budget plus
+        slack. Generated tokens evict before they would pass budget plus slack.
 
         Raises:
+            ValueError: The tokens do not fit ``n_ctx``; nothing is evaluated then.
             RuntimeError: ``n_tokens`` was set back to a place that the evicted cache cannot go back to, or an eviction
                 failed; the cache is then as it was.
         """
@@ -106,6 +119,8 @@ class Llama(llama_cpp.Llama):
         is_prompt = len(tokens) > 1 if self._kv_prompt_next is None else self._kv_prompt_next
         if self._kv_prompt_next:
             self._kv_prompt_next = False
+        if self.n_tokens < 0 or self.n_tokens + len(tokens) > self._n_ctx:
+            raise ValueError(f"{len(tokens)} tokens after {self.n_tokens} exceed the context window of {self._n_ctx}")
         self._cut_back()
         if not is_prompt:
             self._make_room(len(tokens))
@@ -115,6 +130,9 @@ class Llama(llama_cpp.Llama):
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As ``llama_cpp.Llama.generate``: yields tokens that follow the prompt ``tokens``."""
+        if self._kv_budget is not None and kwargs.get("reset", True):
+            tokens = list(tokens)
+            self._reuse_only_what_is_exact(tokens)
         self._kv_prompt_next = True
         try:
             yield from super().generate(tokens, *args, **kwargs)
@@ -124,8 +142,38 @@ class Llama(llama_cpp.Llama):
     def reset(self) -> None:
         """Forget the conversation."""
         super().reset()
-        if self._kv_budget is not None:
+        self._kv_prompt_logits = None
+        if self._kv_budget is not None and self._ctx.ctx:
             self._ctx.kv_cache_seq_rm(-1, 0, -1)
+
+    def _reuse_only_what_is_exact(self, prompt: list[int]) -> None:
+        """Before a prompt: make the answer the one that a fresh object would give.
+
+        What was evicted was chosen by the tokens before the eviction. A prompt that goes on after all of them finds the
+        right cache. The very prompt of the last eviction again finds its cache and gets its logits back. Any other
+        prompt is evaluated from the start.
+        """
+        stats = self._kv_store.stats()
+        if not stats.evicted or self.n_tokens == 0:
+            return
+        common = _common_prefix(self._input_ids, prompt)
+        if common == len(prompt) == int(stats.evicted_at) and self._restore_prompt(common):
+            return
+        reusable = common - 1 if common == len(prompt) else common
+        if reusable < stats.evicted_at:
+            self.reset()
+
+    def _restore_prompt(self, n_prompt: int) -> bool:
+        """Go back to the end of the prompt that was evicted last, logits included; False if that is not possible."""
+        if self._kv_prompt_logits is None:
+            return False
+        row = llama_cpp.llama_get_logits_ith(self.ctx, -1)
+        if not row or not self._ctx.kv_cache_seq_rm(-1, n_prompt, -1):
+            return False
+        ctypes.memmove(row, self._kv_prompt_logits.ctypes.data, self._kv_prompt_logits.nbytes)
+        self.n_tokens = n_prompt
+        self._requires_eval = False
+        return True
 
     def _cut_back(self) -> None:
         """Remove what the cache holds beyond ``n_tokens``."""
@@ -138,18 +186,20 @@ class Llama(llama_cpp.Llama):
     def _evict_prompt(self) -> None:
         assert self._kv_budget is not None
         stats = self._kv_store.stats()
-        budget = self._kv_budget.for_prompt(int(stats.n_tokens))
+        self._kv_entries = budget = self._kv_budget.for_prompt(int(stats.n_tokens))
         limit = budget + self._kv_policy.slack_for(budget) if stats.evicted else budget
         if stats.n_entries > limit:
             self._evict(budget)
-        elif stats.n_entries <= budget:
-            self._kv_store.evict(budget)  # evicts nothing; the budget is in force from here on
+            row = llama_cpp.llama_get_logits_ith(self.ctx, -1)
+            self._kv_prompt_logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,)).copy()
 
     def _make_room(self, n_new: int) -> None:
         stats = self._kv_store.stats()
         assert self._kv_budget is not None
-        budget = int(stats.budget) or self._kv_budget.for_prompt(int(stats.n_tokens))
-        if stats.n_entries + n_new > budget + self._kv_policy.slack_for(budget):
+        self._kv_entries = budget = max(self._kv_entries, self._kv_budget.for_prompt(int(stats.n_tokens)))
+        slack = max(self._kv_policy.slack_for(budget), n_new)
+        # without a query of the window (all were taken back) the next token has to come first
+        if stats.n_entries + n_new > budget + slack and stats.n_queries > 0:
             self._evict(budget)
 
     def _evict(self, budget: int) -> None:
@@ -162,13 +212,17 @@ class Llama(llama_cpp.Llama):
     # ---- inspection --------------------------------------------------------------------------------------------------
 
     def kv_stats(self) -> KVStats:
-        """What the cache holds, and what evictions took. Without a budget, only the counts and bytes are there."""
+        """What the cache holds, and what evictions took.
+
+        Raises:
+            RuntimeError: There is no ``kv_budget``.
+        """
         if self._kv_budget is None:
             raise RuntimeError("kv_stats() needs a kv_budget")
         s = self._kv_store.stats()
         entries = [[int(s.n_entries)] * self._kv_store.layer(il).n_head_kv for il in self._kv_store.layers()]
         return KVStats(
-            budget=int(s.budget),
+            budget=self._kv_entries,
             tokens_seen=int(s.n_tokens),
             entries=entries,
             entries_peak=int(s.n_entries_peak),
@@ -193,6 +247,9 @@ class Llama(llama_cpp.Llama):
         """
         if self._kv_budget is None:
             raise RuntimeError("kv_positions() needs a kv_budget")
+        layers = self._kv_store.layers()
+        if isinstance(il, bool) or il not in layers:
+            raise ValueError(f"il={il!r}: layers with a cache are {layers[0]} to {layers[-1]}")
         return [self._kv_store.positions(il, head) for head in range(self._kv_store.layer(il).n_head_kv)]
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -209,39 +266,50 @@ class Llama(llama_cpp.Llama):
             state = super().save_state()
         finally:
             self.scores = scores
-        return state_file.seal(state)
+        return state_file.seal(state, self._kv_model)
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
         """Restore a state that ``save_state`` made.
 
         Raises:
             ValueError: The state is damaged, or was saved by another model, policy or without a budget. Nothing has
-                changed then.
+                changed then. (llama-cpp-python's caches take it for a miss.)
         """
         if self._kv_budget is None:
             state_file.refuse_sealed(state)
             super().load_state(state)
             return
-        opened = state_file.unseal(state, n_ctx=self._n_ctx, n_vocab=self._n_vocab)
+        opened = state_file.unseal(state, self._kv_model, n_ctx=self._n_ctx, logits_all=self._logits_all)
+        if not self._logits_all:
+            opened.scores = self.scores[:0]
+        input_ids = np.zeros_like(self.input_ids)
+        input_ids[: opened.n_tokens] = opened.input_ids[: opened.n_tokens]
+        opened.input_ids = input_ids
         before = (self.input_ids, self.n_tokens, self._requires_eval, self._seed)
-        scores = self.scores
+        scores, self.scores = self.scores, self.scores if self._logits_all else self.scores[:0]
         try:
-            if not self._logits_all:
-                self.scores = scores[:0]
-            input_ids = np.zeros_like(self.input_ids)
-            input_ids[: opened.n_tokens] = opened.input_ids[: opened.n_tokens]
-            opened.input_ids = input_ids
             super().load_state(opened)
         except RuntimeError as e:
             self.input_ids, self.n_tokens, self._requires_eval, self._seed = before
-            raise ValueError(last_error() or f"the state cannot be loaded: {e}") from None
+            reason = last_error() or f"the state cannot be loaded: {e}"
+            if self._kv_store.stats().n_tokens != self.n_tokens:
+                self.reset()  # llama.cpp had already emptied the cache
+            raise state_file.StateError(reason) from None
         finally:
             self.scores = scores
+        self._kv_prompt_logits = None
+        self._kv_entries = self._kv_budget.for_prompt(self.n_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: the arguments, not the cache."""
         arguments = dict(super().__getstate__(), **self._kv_arguments)
         return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _common_prefix(cached: npt.NDArray[np.intc], prompt: list[int]) -> int:
+    n = min(len(cached), len(prompt))
+    different = np.flatnonzero(cached[:n] != np.asarray(prompt[:n], dtype=np.int64))
+    return int(different[0]) if len(different) else n
 
 
 def _check_names(kwargs: dict[str, Any]) -> None:
@@ -251,8 +319,14 @@ def _check_names(kwargs: dict[str, Any]) -> None:
             raise TypeError(f"{name}={value!r} is not an argument of Llama; known are kv_budget and kv_policy")
 
 
-def _check_arguments(flash_attn: bool | None, kwargs: dict[str, Any]) -> None:
+def _check_arguments(n_ctx: int | None, flash_attn: bool | None, kwargs: dict[str, Any]) -> None:
     """Refuse arguments of llama_cpp.Llama that an evicting cache cannot serve."""
+    if n_ctx is not None and (isinstance(n_ctx, bool) or not isinstance(n_ctx, Integral)):
+        raise TypeError(f"n_ctx={n_ctx!r}: allowed is an int, 0 for the model's own context")
+    if n_ctx is not None and not 0 <= int(n_ctx) < 2**31:
+        raise ValueError(f"n_ctx={n_ctx!r}: allowed is an int from 0 (the model's own context) to 2**31 - 1")
+    if flash_attn is not None and not isinstance(flash_attn, bool | np.bool_):
+        raise TypeError(f"flash_attn={flash_attn!r}: allowed are True and None")
     if flash_attn is not None and not flash_attn:
         raise ValueError(f"flash_attn={flash_attn!r}: kv_budget needs flash attention; leave it out or give True")
     if kwargs.get("embedding"):

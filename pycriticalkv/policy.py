@@ -47,8 +47,8 @@ class KVPolicy:
         value: ``"critical"``: two stages, the second by attention times projected value norm (CriticalKV, arXiv
             2502.03805); ``"none"``: attention alone. ``"critical"`` needs ``score="window"``.
         norm: The norm of a value projected by W_O: ``"gram"`` (L2, one matrix per KV head), ``"l2"`` (per query
-            head), ``"l1"`` (the paper's, slower).
-        window: The last entries, always kept, whose queries observe; 1 to 4096.
+            head), ``"l1"`` (the paper's, slower: it unpacks W_O at every eviction).
+        window: The last entries, always kept, whose queries observe; 1 to 256.
         sinks: The first positions, always kept; 0 to 4096.
         pool: Odd width of the average pool over entries; 1 to 63.
         alpha: Share of the free budget that stage 1 of ``"critical"`` takes; 0 to 1.
@@ -80,7 +80,7 @@ class KVPolicy:
         _one_of("aggregate", self.aggregate, AGGREGATES)
         _one_of("value", self.value, VALUES)
         _one_of("norm", self.norm, NORMS)
-        _integer("window", self.window, 1, 4096)
+        _integer("window", self.window, 1, 256)
         _integer("sinks", self.sinks, 0, 4096)
         _integer("pool", self.pool, 1, 63)
         if self.pool % 2 == 0:
@@ -111,6 +111,7 @@ PRESETS: dict[str, KVPolicy] = {
     "random": KVPolicy(score="random", value="none"),
 }
 DEFAULT_PRESET = "critical-max"
+LEAST_SHARE = 64  # entries: a share of a short prompt is never less
 
 
 def resolve_policy(kv_policy: str | KVPolicy | None) -> KVPolicy:
@@ -143,7 +144,10 @@ class Budget:
             ValueError: An int below window + sinks + 1, or a float outside (0, 1).
         """
         least = policy.least_budget
-        allowed = f"allowed are an int of at least window + sinks + 1 = {least} (entries) or a float in (0, 1) (share)"
+        allowed = (
+            f"allowed are an int of at least window + sinks + 1 = {least} (entries) and below 2**31, "
+            "or a float in (0, 1) (share)"
+        )
         if isinstance(kv_budget, bool) or not isinstance(kv_budget, Real):
             raise TypeError(f"kv_budget={kv_budget!r}: {allowed}")
         if isinstance(kv_budget, Integral):
@@ -157,8 +161,8 @@ class Budget:
         return cls(None, Fraction(repr(share)), least)
 
     def for_prompt(self, n_tokens: int) -> int:
-        """Entries per head for a prompt of ``n_tokens``."""
+        """Entries per head for ``n_tokens`` tokens so far."""
         if self.entries is not None:
             return self.entries
         assert self.share is not None
-        return max(self.least, math.floor(self.share * n_tokens))
+        return max(self.least, LEAST_SHARE, math.floor(self.share * n_tokens))

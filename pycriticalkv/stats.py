@@ -13,8 +13,7 @@ class KVStats:
     times are seconds. Evictions and times count since the cache was last empty.
 
     Attributes:
-        budget: Entries per KV head and layer in force; 0 until a share has met its first prompt; ``None`` without a
-            budget.
+        budget: Entries per KV head and layer in force; a share follows the tokens seen.
         tokens_seen: Positions of the conversation so far, evicted ones included.
         entries: Entries now, one list per layer with one number per KV head.
         entries_peak: The most that one head has held.
@@ -31,7 +30,7 @@ class KVStats:
         seconds_total: Time of the evictions in all.
     """
 
-    budget: int | None
+    budget: int
     tokens_seen: int
     entries: list[list[int]]
     entries_peak: int

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tiny import write_tiny
 
-from pycriticalkv import Llama
+from pycriticalkv import Llama, llama_cpp
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +62,17 @@ def tokens() -> Callable[..., list[int]]:
         return np.random.default_rng(seed).integers(10, 440, n).tolist()
 
     return make
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Numbers of tokens given to llama_cpp's eval."""
+    counts: list[int] = []
+    plain = llama_cpp.Llama.eval
+
+    def counting(self: Llama, tokens: list[int]) -> None:
+        counts.append(len(tokens))
+        plain(self, tokens)
+
+    monkeypatch.setattr(llama_cpp.Llama, "eval", counting)
+    return counts

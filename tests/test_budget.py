@@ -47,7 +47,7 @@ def test_edge_budgets(tiny, load, tokens):
         assert llm.kv_stats().evictions == (left < 100)
 
 
-@pytest.mark.parametrize("share,n,left", [(0.2, 300, 60), (0.29, 100, 29), (0.07, 300, 21), (0.01, 300, 21)])
+@pytest.mark.parametrize("share,n,left", [(0.2, 500, 100), (0.29, 300, 87), (0.07, 900, 64), (0.01, 300, 64)])
 def test_a_share_of_the_prompt(tiny, load, tokens, share, n, left):
     llm = load(tiny, kv_budget=share, n_ctx=1024)
     llm.eval(tokens(n))
@@ -61,6 +61,15 @@ def test_a_share_follows_the_conversation(tiny, load, tokens):
     llm.eval(tokens(200, seed=2))
     assert entries(llm) == 200
     assert llm.kv_stats().budget == 200
+
+
+def test_a_share_grows_with_what_is_generated(tiny, load, tokens):
+    llm = load(tiny, kv_budget=0.5, n_ctx=1024)
+    greedy(llm, tokens(10), 400)
+    stats = llm.kv_stats()
+    assert stats.tokens_seen == 409
+    assert 190 <= stats.budget <= 204
+    assert stats.entries[0][0] >= stats.budget
 
 
 @pytest.mark.parametrize("name", ["critical-max", "streamingllm"])

@@ -18,9 +18,7 @@ from pycriticalkv import KVPolicy
 
 @pytest.mark.parametrize("budget", [0, -1, 20, 2**31, float("nan"), float("inf"), 0.0, -0.5, 1.0, 1.5, np.float64(2)])
 def test_bad_budgets(tiny, load, budget):
-    with pytest.raises(
-        ValueError, match=r"kv_budget=.*allowed are an int of at least .* = 21 .* or a float in \(0, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"kv_budget=.*an int of at least .* = 21 .* or a float in \(0, 1\)"):
         load(tiny, kv_budget=budget)
 
 
@@ -32,7 +30,7 @@ def test_budgets_of_the_wrong_type(tiny, load, budget):
 
 def test_numpy_budgets_are_numbers(tiny, load):
     assert load(tiny, kv_budget=np.int64(64))._kv_budget.entries == 64
-    assert load(tiny, kv_budget=np.float32(0.25))._kv_budget.for_prompt(100) == 25
+    assert load(tiny, kv_budget=np.float32(0.25))._kv_budget.for_prompt(1000) == 250
 
 
 def test_unknown_policy_lists_the_known(tiny, load):
@@ -47,7 +45,8 @@ def test_unknown_policy_lists_the_known(tiny, load):
 @pytest.mark.parametrize(
     "arguments,error",
     [
-        ({"window": 0}, ValueError), ({"window": 16.0}, TypeError), ({"window": True}, TypeError),
+        ({"window": 0}, ValueError), ({"window": 257}, ValueError),
+        ({"window": 16.0}, TypeError), ({"window": True}, TypeError),
         ({"sinks": -1}, ValueError), ({"pool": 4}, ValueError), ({"pool": 65}, ValueError),
         ({"alpha": 1.5}, ValueError), ({"alpha": float("nan")}, ValueError), ({"alpha": "half"}, TypeError),
         ({"eps": -1e-9}, ValueError), ({"eps": float("inf")}, ValueError), ({"slack": 0}, ValueError),
@@ -92,6 +91,11 @@ def test_they_still_run_without_a_budget(make_tiny, load, tokens, arch):
 def test_arguments_that_a_budget_cannot_serve(tiny, load):
     with pytest.raises(ValueError, match="flash_attn=False"):
         load(tiny, kv_budget=64, flash_attn=False)
+    with pytest.raises(TypeError, match="flash_attn='no'"):
+        load(tiny, kv_budget=64, flash_attn="no")
+    for n_ctx, error in ((-1, ValueError), (2**31, ValueError), ("512", TypeError), (512.0, TypeError)):
+        with pytest.raises(error, match=f"n_ctx={n_ctx!r}"):
+            load(tiny, kv_budget=64, n_ctx=n_ctx)
     with pytest.raises(ValueError, match="embedding=True"):
         load(tiny, kv_budget=64, embedding=True)
     with pytest.raises(ValueError, match="vocab_only=True"):
@@ -115,9 +119,23 @@ def test_inspection_without_a_budget_or_of_a_layer_that_is_not_there(tiny, load)
         with pytest.raises(RuntimeError, match="needs a kv_budget"):
             call()
     llm = load(tiny, kv_budget=64)
-    for il in (-1, 3, 99):
-        with pytest.raises(ValueError, match=f"layer {il} has no cache"):
+    for il in (-1, 3, 99, 2**40, "0", None):
+        with pytest.raises(ValueError, match=rf"il={il!r}: layers with a cache are 0 to 2"):
             llm.kv_positions(il)
+
+
+def test_counts_set_by_hand_to_nonsense(tiny, load):
+    llm = load(tiny, kv_budget=64, n_ctx=512)
+    for n in (-1, 512):
+        llm.n_tokens = n
+        with pytest.raises(ValueError, match=f"1 tokens after {n} exceed the context window of 512"):
+            llm.eval([7])
+    with pytest.raises(TypeError, match="state=None"):
+        llm.load_state(None)
+
+
+def test_a_path_object_is_a_path(tiny, load):
+    assert load(Path(tiny), kv_budget=64).kv_stats().budget == 64
 
 
 def test_a_closed_model_raises(tiny, load):
@@ -126,6 +144,7 @@ def test_a_closed_model_raises(tiny, load):
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.kv_stats()
+    llm.reset()
 
 
 def test_the_c_api_refuses_contexts_without_a_store(tiny, load):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import weakref
 
 import psutil
 from helpers import greedy, kept
@@ -49,6 +50,17 @@ def test_models_created_side_by_side_in_threads_get_their_own_budget(tiny):
         made[budget].close()
     plain = Llama(tiny, verbose=False)
     assert plain._kv_budget is None
+
+
+def test_a_model_is_freed_when_its_last_user_lets_go(tiny):
+    gc.disable()
+    try:
+        llm = Llama(tiny, kv_budget=64, n_ctx=512, verbose=False)
+        alive = weakref.ref(llm)
+        del llm
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_memory_goes_back(tiny, tokens):

@@ -84,9 +84,11 @@ def test_every_kind_of_output_projection(make_tiny, load, tokens, norm, wo_type)
     prefill_only(llm, tokens(200))
     _, value = llm._kv_store.scores(1, WINDOW)
     _, want = reference_scores(llm, path, 1, KVPolicy(norm=norm))
-    # multiplying by 1 as a quantized activation is exact but for its f16 scale: one factor for all entries
-    factor = float(np.median(value / want))
-    assert abs(factor - 1.0) < 5e-4
+    factor = 1.0
+    if wo_type == "Q4_0":
+        # multiplied by 1 as a quantized activation, whose f16 scale is off: one factor for all entries
+        factor = float(np.median(value / want))
+        assert abs(factor - 1.0) < 2**-11
     assert relative_error(value / factor, want) < 2e-5
 
 
@@ -102,15 +104,29 @@ def test_head_layouts(make_tiny, load, tokens, arguments):
     assert relative_error(value, want_value) < 1e-5
 
 
-@pytest.mark.parametrize("window,pool", [(1, 1), (3, 3), (32, 7), (64, 63)])
+@pytest.mark.parametrize("window,pool", [(1, 1), (3, 3), (32, 7), (64, 63), (256, 5)])
 def test_windows_and_pools(tiny, load, tokens, window, pool):
     for aggregate in AGGREGATES:
         policy = KVPolicy(window=window, pool=pool, aggregate=aggregate)
-        llm = load(tiny, kv_budget=100, kv_policy=policy, n_ctx=1024)
-        prefill_only(llm, tokens(257))
+        llm = load(tiny, kv_budget=300, kv_policy=policy, n_ctx=1024)
+        prefill_only(llm, tokens(357))
         attn, _ = llm._kv_store.scores(0, window)
         want, _ = reference_scores(llm, tiny, 0, policy)
         assert relative_error(attn, want) < 1e-5
+
+
+@pytest.mark.parametrize("n_head,n_head_kv", [(96, 1), (160, 2)])
+@pytest.mark.parametrize("norm", NORMS)
+def test_many_query_heads_on_one_kv_head(make_tiny, load, tokens, norm, n_head, n_head_kv):
+    path = make_tiny(n_head=n_head, n_head_kv=n_head_kv, head_dim=16, n_layer=1)
+    for aggregate in AGGREGATES:
+        policy = KVPolicy(norm=norm, aggregate=aggregate)
+        llm = load(path, kv_budget=64, kv_policy=policy, n_ctx=512)
+        prefill_only(llm, tokens(150))
+        attn, value = llm._kv_store.scores(0, WINDOW)
+        want_attn, want_value = reference_scores(llm, path, 0, policy)
+        assert relative_error(attn, want_attn) < 1e-5
+        assert relative_error(value, want_value) < 2e-5
 
 
 def test_after_an_eviction_and_more_tokens(tiny, load, tokens):
@@ -134,14 +150,19 @@ def test_scoring_changes_nothing(tiny, load, tokens):
     assert before[1] == kept(llm)
 
 
-def tied_within_rounding(only_want, only_got, attn, norm):
-    """Whether entries that differ between two selections have scores that rounding may swap."""
-    if norm is None:
-        products = [attn]
-    else:
+def ranking_scores(policy, attn, norm):
+    """The scores by which the policy's stages rank."""
+    if policy.value == "none":
+        return [attn]
+    if policy.aggregate == "max":
         floored = np.maximum(attn, attn.mean())
-        products = [attn, attn * norm, (attn + 1e-4) * norm, floored * norm]
-    return all(any(abs(s[a] - s[b]) <= 1e-5 * abs(s[a]) for s in products) for a in only_want for b in only_got)
+        return [floored, floored * norm]
+    return [attn, (attn + policy.eps) * norm]
+
+
+def tied_within_rounding(only_want, only_got, scores):
+    """Whether each entry that one selection has alone ties, within rounding, with one that the other has alone."""
+    return all(any(abs(s[a] - s[b]) <= 1e-5 * abs(s[a]) for s in scores for b in only_got) for a in only_want)
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +195,5 @@ def test_smollm2_scores_and_kept_sets(smollm2, smollm2_document, load, preset, n
             n = attn.shape[1] + WINDOW
             chosen = set(select(preset, n, 128, WINDOW, 4, attn=attn[head], norm=value[head]))
             only_want, only_got = chosen - set(got.tolist()), set(got.tolist()) - chosen
-            norm_row = value[head] if policy.value == "critical" else None
             assert len(only_want) == len(only_got) <= 2
-            assert tied_within_rounding(only_want, only_got, attn[head], norm_row)
+            assert tied_within_rounding(only_want, only_got, ranking_scores(policy, attn[head], value[head]))

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -96,13 +97,17 @@ def damaged(saved, how):
         bad.n_tokens -= 1
     elif how == "negative":
         bad.n_tokens = -1
+    elif how == "other seed":
+        bad.seed += 1
     elif how == "empty":
         bad.llama_state = b""
     bad.llama_state_size = len(bad.llama_state)
     return bad
 
 
-@pytest.mark.parametrize("how", ["truncated", "flipped", "other tokens", "fewer tokens", "negative", "empty"])
+@pytest.mark.parametrize(
+    "how", ["truncated", "flipped", "other tokens", "other seed", "fewer tokens", "negative", "empty"]
+)
 def test_a_damaged_state_is_refused_and_changes_nothing(tiny, load, tokens, how):
     llm = load(tiny, kv_budget=64, n_ctx=1024)
     llm.eval(tokens(300))
@@ -122,6 +127,9 @@ def test_a_damaged_state_is_refused_and_changes_nothing(tiny, load, tokens, how)
         ({"seed": 9}, "another model"),
         ({"n_head_kv": 1}, "another model"),
         ({"n_ctx": 256}, "holds 300 tokens"),
+        ({"type_k": 0}, "another cache type"),
+        ({"type_v": 0, "type_k": 0}, "another cache type"),
+        ({"logits_all": True}, "logits_all=True"),
     ],
 )
 def test_a_foreign_state_is_refused(make_tiny, load, tokens, arguments, why):
@@ -138,11 +146,55 @@ def test_a_foreign_state_is_refused(make_tiny, load, tokens, arguments, why):
     assert state_of(other) == before
 
 
+def test_a_model_with_other_weights_of_the_same_shape_is_another_model(make_tiny, load, tokens, tmp_path):
+    path = make_tiny()
+    other = tmp_path / "other.gguf"
+    data = bytearray(Path(path).read_bytes())
+    data[-40_000] ^= 1  # one bit of one weight
+    other.write_bytes(data)
+    llm = load(path, kv_budget=64, n_ctx=1024)
+    llm.eval(tokens(300))
+    with pytest.raises(ValueError, match="another model"):
+        load(str(other), kv_budget=64, n_ctx=1024).load_state(llm.save_state())
+
+
+def native_load(llm, blob):
+    raw = (ctypes.c_uint8 * len(blob)).from_buffer_copy(blob)
+    return llama_cpp.llama_state_set_data(llm.ctx, raw, len(blob))
+
+
+def test_native_blobs_are_checked_before_anything_changes(tiny, load, tokens):
+    llm = load(tiny, kv_budget=64, n_ctx=1024)
+    llm.eval(tokens(300))
+    size = llama_cpp.llama_state_get_size(llm.ctx)
+    raw = (ctypes.c_uint8 * size)()
+    assert llama_cpp.llama_state_get_data(llm.ctx, raw, size) == size
+    blob = bytes(raw)
+    start = blob.index(b"CKV1")
+    before = kept(llm), last_logits(llm)
+    # every word of the header and of the first kept positions, set to something that it cannot be
+    refused = 0
+    for at in range(start, start + 700, 4):
+        for value in (-7, 2**31 - 1):
+            bad = blob[:at] + value.to_bytes(4, "little", signed=True) + blob[at + 4 :]
+            if native_load(llm, bad) == 0:
+                refused += 1
+                assert (kept(llm), True) == (before[0], np.array_equal(last_logits(llm), before[1]))
+            else:  # budget, slack and padding may be anything
+                assert native_load(llm, blob) == len(blob)
+    assert refused > 300
+    for n in (start + 10, start + 100, start + 2000):
+        assert native_load(llm, blob[:n]) == 0
+        assert kept(llm) == before[0]
+    assert native_load(llm, blob) == len(blob)
+    assert kept(llm) == before[0]
+
+
 def test_states_with_and_without_a_budget_do_not_mix(tiny, load, tokens):
     plain, llm = load(tiny, n_ctx=1024, flash_attn=True), load(tiny, kv_budget=64, n_ctx=1024)
     for model in (plain, llm):
         model.eval(tokens(300))
-    with pytest.raises(ValueError, match="without|with kv_budget|not saved"):
+    with pytest.raises(ValueError, match="it was not saved by a pycriticalkv.Llama with kv_budget"):
         llm.load_state(plain.save_state())
     with pytest.raises(ValueError, match="saved with kv_budget"):
         plain.load_state(llm.save_state())
@@ -155,20 +207,41 @@ def test_raw_blobs_from_a_cache_without_a_store_are_refused_before_anything_chan
         model.eval(tokens(300))
     before = kept(llm)
     blob = plain.save_state().llama_state
-    raw = (ctypes.c_uint8 * len(blob)).from_buffer_copy(blob)
-    assert llama_cpp.llama_state_set_data(llm.ctx, raw, len(blob)) == 0
+    assert native_load(llm, blob) == 0
     assert kept(llm) == before
 
 
-def test_ram_cache(tiny, load):
+def test_ram_cache(tiny, load, evaluated):
     llm = load(tiny, kv_budget=64, n_ctx=1024)
     llm.set_cache(llama_cpp.LlamaRAMCache(capacity_bytes=1 << 24))
     prompt = "the keeper of the lighthouse " * 20
     first = llm(prompt, max_tokens=10, temperature=0.0)["choices"][0]["text"]
+    n_first = llm.n_tokens
     llm("another prompt", max_tokens=4)
+    evaluated.clear()
     again = llm(prompt + first, max_tokens=10, temperature=0.0)
-    assert again["usage"]["completion_tokens"] == 10
+    assert evaluated[0] == again["usage"]["prompt_tokens"] - n_first
     assert llm.kv_stats().tokens_seen == llm.n_tokens
+
+
+def test_a_cached_state_of_another_policy_is_a_miss(tiny, load):
+    cache = llama_cpp.LlamaRAMCache(capacity_bytes=1 << 24)
+    prompt, texts = "the keeper of the lighthouse " * 20, []
+    for policy in ("critical-max", "snapkv"):
+        llm = load(tiny, kv_budget=64, kv_policy=policy, n_ctx=1024)
+        llm.set_cache(cache)
+        texts.append(llm(prompt, max_tokens=10, temperature=0.0)["choices"][0]["text"])
+    fresh = load(tiny, kv_budget=64, kv_policy="snapkv", n_ctx=1024)
+    assert texts[1] == fresh(prompt, max_tokens=10, temperature=0.0)["choices"][0]["text"]
+
+
+def test_a_context_that_is_no_multiple_of_256(tiny, load):
+    llm = load(tiny, kv_budget=64, n_ctx=300)
+    llm("the keeper of the lighthouse " * 10, max_tokens=-1, temperature=0.0)
+    before = state_of(llm)
+    llm.load_state(llm.save_state())
+    assert state_of(llm) == before
+    assert llm.n_tokens > 300
 
 
 def test_pickle_keeps_the_arguments(tiny, load):

@@ -10,8 +10,8 @@
  * Threads: functions that take a context must not run at the same time as any other call on that context. Different
  * contexts may be used from different threads. criticalkv_prepare and criticalkv_last_error act on the calling thread.
  *
- * Errors: functions that can fail return a criticalkv_status; criticalkv_last_error() then holds a sentence. After any
- * failure the cache is as it was.
+ * Errors: functions that can fail return a criticalkv_status; criticalkv_last_error() then holds a sentence. After a
+ * failed eviction or scoring the cache is as it was.
  */
 #ifndef CRITICALKV_H
 #define CRITICALKV_H
@@ -70,9 +70,9 @@ enum criticalkv_norm {
 struct criticalkv_params {
     int32_t  budget; /* entries to keep per KV head and layer, window and sinks included; 0: only on explicit request */
     int32_t  slack;  /* entries over the budget that generation may add before it evicts again, >= 1 */
-    int32_t  window; /* last entries, always kept; their queries observe; >= 1 */
+    int32_t  window; /* last entries, always kept; their queries observe; 1..256 */
     int32_t  sinks;  /* first positions, always kept; >= 0 */
-    int32_t  pool;   /* odd width of the average pool over entries, >= 1 */
+    int32_t  pool;   /* odd width of the average pool over entries, 1..63 */
     int32_t  score;  /* enum criticalkv_score */
     int32_t  aggregate; /* enum criticalkv_aggregate */
     int32_t  value;     /* enum criticalkv_value */
@@ -85,10 +85,12 @@ struct criticalkv_params {
 struct criticalkv_stats {
     int32_t budget;          /* entries per head in force at the last eviction, or the parameter before any */
     int32_t n_layer;         /* layers with a cache */
+    int32_t evicted_at;      /* positions there were at the last eviction, 0 before any */
+    int32_t n_queries;       /* queries of the window that are known, at most `window`; an eviction needs one */
     bool    evicted;         /* whether entries were evicted since the cache was last cleared, or before it was saved */
     int64_t n_tokens;        /* positions of the sequence so far, evicted ones included */
     int64_t n_entries;       /* entries of one head now (uniform budgets: the same for all) */
-    int64_t n_entries_peak;  /* the most that one head has held since the cache was last cleared */
+    int64_t n_entries_peak;  /* the most that one head has held at the start of a decode, or now */
     int64_t bytes_entries;   /* bytes of K and V of all entries now */
     int64_t bytes_allocated; /* bytes of the K and V buffers as allocated */
     int64_t bytes_per_token; /* bytes of K and V of one token, all layers, nothing evicted */
@@ -164,7 +166,8 @@ CRITICALKV_API int32_t criticalkv_select(const struct criticalkv_params * params
                                          int32_t head, int32_t n, const int32_t * pos, const float * attn,
                                          const float * norm, int32_t * out);
 
-/* A number that differs between models: a hash over shapes, types and samples of all weights. */
+/* A hash over names, shapes and types of all weights and over the values of the small ones (norms, biases): it tells
+ * kinds of models apart, not every two models of the same shape. 0 without a store. */
 CRITICALKV_API uint64_t criticalkv_model_fingerprint(const struct llama_context * ctx);
 
 /* Why the last call on this thread failed; "" if none did. Valid until the next call on this thread. */

@@ -98,6 +98,10 @@ int32_t criticalkv_positions(const llama_context * ctx, int32_t il, int32_t head
             throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "head is " + std::to_string(head) + ", allowed: 0 to " +
                                                                  std::to_string(l.info.n_head_kv - 1));
         }
+        if (capacity > 0) {
+            require_pointer(out, "out");
+        }
+        s.check_cells();
         const std::vector<int32_t> pos = s.positions(l, head);
         std::copy_n(pos.begin(), std::clamp<int32_t>(capacity, 0, (int32_t) pos.size()), out);
         n = (int32_t) pos.size();

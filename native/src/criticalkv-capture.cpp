@@ -1,6 +1,6 @@
 // Capture: while the model runs, the last queries of every layer go to a small ring beside the cache.
 //
-// The query of position p is written to row p % window, so the graph of a decode stays the same from token to token and
+// The query of position p is written to row p % ring, so the graph of a decode stays the same from token to token and
 // llama.cpp keeps reusing it: only the row indices, an input, change.
 
 #include "criticalkv-store.h"
@@ -20,17 +20,17 @@ class input_query_rows : public llm_graph_input_i {
         std::vector<int64_t> data(n);
         for (int64_t i = 0; i < n; ++i) {
             const llama_pos pos = ubatch->pos[ubatch->n_tokens - n + i];
-            data[i]             = pos % owner.window();
+            data[i]             = pos % owner.ring();
             owner.note_query(pos);
         }
         ggml_backend_tensor_set(rows, data.data(), 0, ggml_nbytes(rows));
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        return rows->ne[0] == std::min<int64_t>(owner.window(), params.ubatch.n_tokens);
+        return rows->ne[0] == std::min<int64_t>(owner.ring(), params.ubatch.n_tokens);
     }
 
-    ggml_tensor * rows;  // I64 [min(window, n_tokens)]
+    ggml_tensor * rows;  // I64 [min(ring, n_tokens)]
 
   private:
     store & owner;
@@ -61,15 +61,20 @@ void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res
     l.sinks        = call.sinks;
     l.info.scale   = call.scale;
     l.info.softcap = call.softcap;
+    l.refused.clear();
     if (call.bias != nullptr) {
         l.refused = "its attention adds a bias to the logits";
     } else if (call.wo == nullptr) {
         l.refused = "its output projection is not part of the attention block";
     }
 
-    const int64_t n = std::min<int64_t>(params.window, ubatch.n_tokens);
     ggml_tensor * q = call.q;
-    q               = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n) * q->nb[2]);
+    const int64_t n = std::min<int64_t>(ring(), ubatch.n_tokens);
+    if (q->ne[2] < n) {
+        l.refused = "it does not hand all queries to its attention";
+        return;
+    }
+    q = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n) * q->nb[2]);
     if (!ggml_is_contiguous(q)) {
         q = ggml_cont(ctx, q);
     }
@@ -78,13 +83,13 @@ void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res
 }
 
 void store::note_query(int32_t pos) {
-    query_pos[pos % params.window] = pos;
+    query_pos[pos % ring()] = pos;
 }
 
 std::vector<int32_t> store::window_queries() const {
     std::vector<int32_t> pos;
     for (int32_t p = n_positions() - 1; p >= 0 && (int32_t) pos.size() < params.window; --p) {
-        if (query_pos[p % params.window] != p) {
+        if (query_pos[p % ring()] != p) {
             break;
         }
         pos.push_back(p);

@@ -79,7 +79,7 @@ static void copy_to_front(ggml_tensor * from, ggml_tensor * cache) {
     ggml_backend_tensor_copy(from, front);
 }
 
-void store::compact(llama_context & lctx, const keep_lists & keep) const {
+void store::compact(llama_context & lctx, const keep_lists & keep) {
     const int64_t n      = n_entries();
     const int64_t n_keep = (int64_t) keep[0][0].size();
     const staging staged = allocate_staging(layers, n_keep);

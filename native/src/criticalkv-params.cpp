@@ -26,7 +26,7 @@ int32_t least_budget(const criticalkv_params & params) {
 }
 
 void check_params(const criticalkv_params & p) {
-    require(p.window >= 1 && p.window <= 4096, "window", p.window, "1 to 4096");
+    require(p.window >= 1 && p.window <= 256, "window", p.window, "1 to 256");
     require(p.sinks >= 0 && p.sinks <= 4096, "sinks", p.sinks, "0 to 4096");
     require(p.pool >= 1 && p.pool <= 63 && p.pool % 2 == 1, "pool", p.pool, "an odd number from 1 to 63");
     require(p.slack >= 1, "slack", p.slack, "at least 1");

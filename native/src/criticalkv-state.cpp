@@ -8,6 +8,7 @@
 #include "llama-io.h"
 #include "llama-kv-cells.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace criticalkv {
@@ -15,25 +16,17 @@ namespace criticalkv {
 static constexpr uint32_t STATE_MAGIC   = 0x31564B43;  // "CKV1"
 static constexpr uint32_t STATE_VERSION = 1;
 
-struct state_header {
-    uint32_t          magic;
-    uint32_t          version;
-    uint64_t          fingerprint;  // of the model
-    criticalkv_params params;       // see same_policy
-    int32_t           n_layer;
-    int32_t           evicted;
-    int32_t           tail_start;
-    int32_t           budget;  // in force at the last eviction
-};
+[[noreturn]] static void reject_state(const std::string & why) {
+    set_last_error("the state cannot be loaded: " + why);
+    throw error(CRITICALKV_ERR_STATE, "the state cannot be loaded: " + why);
+}
 
-static state_header make_header(uint64_t fingerprint, const criticalkv_params & params, size_t n_layer) {
+state_header store::make_header() const {
     state_header h;
-    std::memset(&h, 0, sizeof(h));  // padding is compared too
-    h.magic       = STATE_MAGIC;
-    h.version     = STATE_VERSION;
-    h.fingerprint = fingerprint;
-    h.n_layer     = (int32_t) n_layer;
-
+    std::memset(&h, 0, sizeof(h));  // padding is written and compared too
+    h.magic            = STATE_MAGIC;
+    h.version          = STATE_VERSION;
+    h.fingerprint      = fingerprint();
     h.params.budget    = params.budget;
     h.params.slack     = params.slack;
     h.params.window    = params.window;
@@ -46,45 +39,32 @@ static state_header make_header(uint64_t fingerprint, const criticalkv_params & 
     h.params.alpha     = params.alpha;
     h.params.eps       = params.eps;
     h.params.seed      = params.seed;
+    h.type_k           = layers[0].k->type;
+    h.type_v           = layers[0].v->type;
+    h.n_layer          = (int32_t) layers.size();
+    h.evicted          = evicted;
+    h.evicted_at       = evicted_at;
+    h.tail_start       = tail_start;
+    h.budget           = budget;
+    h.n_entries        = n_entries();
+    h.n_positions      = n_positions();
     return h;
 }
 
-static void reject_state(const std::string & why) {
-    set_last_error("the state cannot be loaded: " + why);
-    throw error(CRITICALKV_ERR_STATE, "the state cannot be loaded: " + why);
-}
-
 void store::state_write(llama_io_write_i & io) const {
-    state_header h = make_header(fingerprint(), params, layers.size());
-    h.evicted      = evicted;
-    h.tail_start   = tail_start;
-    h.budget       = budget;
+    const state_header h = make_header();
     io.write(&h, sizeof(h));
     io.write(query_pos.data(), query_pos.size() * sizeof(int32_t));
     for (const layer & l : layers) {
         for (const auto & head : l.kept) {
             const int32_t n = (int32_t) head.size();
             io.write(&n, sizeof(n));
-            io.write(head.data(), head.size() * sizeof(int32_t));
+            if (n > 0) {
+                io.write(head.data(), head.size() * sizeof(int32_t));
+            }
         }
         io.write_tensor(l.queries, 0, ggml_nbytes(l.queries));
     }
-}
-
-static std::vector<int32_t> read_positions(llama_io_read_i & io, int32_t n_max) {
-    int32_t n = 0;
-    io.read(&n, sizeof(n));
-    if (n < 0 || n > n_max) {
-        reject_state("a list of positions has an impossible length");
-    }
-    std::vector<int32_t> pos(n);
-    io.read(pos.data(), pos.size() * sizeof(int32_t));
-    for (int32_t i = 0; i < n; ++i) {
-        if (pos[i] < 0 || (i > 0 && pos[i] <= pos[i - 1])) {
-            reject_state("positions are not ascending");
-        }
-    }
-    return pos;
 }
 
 // As long as nothing was evicted, only the number of saved queries depends on the policy.
@@ -97,10 +77,7 @@ static bool same_policy(const criticalkv_params & got, criticalkv_params want, b
     return std::memcmp(&got, &want, sizeof(got)) == 0;
 }
 
-void store::state_read(llama_io_read_i & io) {
-    state_header got;
-    io.read(&got, sizeof(got));
-    state_header want = make_header(fingerprint(), params, layers.size());
+static void check_header(const state_header & got, const state_header & want, int32_t n_cells) {
     if (got.magic != want.magic || got.version != want.version) {
         reject_state("it was not saved by a context with a budget, or by another version");
     }
@@ -110,47 +87,100 @@ void store::state_read(llama_io_read_i & io) {
     if (!same_policy(got.params, want.params, got.evicted != 0)) {
         reject_state("it was saved with another policy");
     }
-    auto state        = std::make_unique<loaded_state>();
-    state->evicted    = got.evicted;
-    state->tail_start = got.tail_start;
-    state->budget     = got.budget;
-    state->query_pos.resize(params.window);
-    io.read(state->query_pos.data(), state->query_pos.size() * sizeof(int32_t));
-    for (int32_t i = 0; i < params.window; ++i) {
-        const int32_t pos = state->query_pos[i];
-        if (pos != -1 && (pos < 0 || pos % params.window != i)) {
+    if (got.type_k != want.type_k || got.type_v != want.type_v) {
+        reject_state("it was saved with another cache type (type_k, type_v)");
+    }
+    if (got.n_entries < 0 || got.n_entries > n_cells) {
+        reject_state("it holds " + std::to_string(got.n_entries) + " entries, this cache has room for " +
+                     std::to_string(n_cells));
+    }
+    const bool possible = got.n_positions >= got.n_entries && got.tail_start >= 0 && got.evicted_at >= got.tail_start &&
+                          got.tail_start <= got.n_positions && (got.evicted == 0 || got.evicted == 1);
+    if (!possible || (got.evicted == 0 && (got.tail_start != 0 || got.n_positions != got.n_entries))) {
+        reject_state("its numbers contradict each other");
+    }
+}
+
+static std::vector<int32_t> read_positions(llama_io_read_i & io, const state_header & h) {
+    int32_t n = 0;
+    io.read(&n, sizeof(n));
+    if (n < 0 || n > h.n_entries) {
+        reject_state("a list of positions has an impossible length");
+    }
+    std::vector<int32_t> pos(n);
+    if (n > 0) {
+        io.read(pos.data(), pos.size() * sizeof(int32_t));
+    }
+    for (int32_t i = 0; i < n; ++i) {
+        if (pos[i] < (i == 0 ? 0 : pos[i - 1] + 1) || pos[i] >= h.n_positions) {
+            reject_state("positions are not ascending, or beyond the last");
+        }
+    }
+    return pos;
+}
+
+void store::check_loaded(const loaded_state & state) const {
+    const state_header & h = state.header;
+    for (int32_t i = 0; i < ring(); ++i) {
+        const int32_t pos = state.query_pos[i];
+        if (pos != -1 && (pos < 0 || pos % ring() != i || pos >= h.n_positions)) {
             reject_state("saved queries are out of place");
         }
     }
-    const int32_t n_max = (int32_t) cells().size();
-    size_t        n     = 0;
+    const std::vector<int32_t> & first = state.kept[0][0];
+    if (first.empty() != (h.evicted == 0)) {
+        reject_state("kept positions are missing or too many");
+    }
+    // what came after the last eviction follows the kept positions without a gap
+    const int64_t n_after = h.n_entries - (int64_t) first.size();
+    if (n_after < 0 || (h.evicted != 0 && first.back() + 1 + n_after != h.n_positions)) {
+        reject_state("its numbers contradict each other");
+    }
+    const size_t n_below = std::lower_bound(first.begin(), first.end(), h.tail_start) - first.begin();
+    for (const auto & heads : state.kept) {
+        for (const auto & head : heads) {
+            const bool same =
+                head.size() == first.size() && std::equal(first.begin() + n_below, first.end(), head.begin() + n_below);
+            if (!same || (n_below > 0 && head[n_below - 1] >= h.tail_start)) {
+                reject_state("its heads do not hold the same tail");
+            }
+        }
+    }
+}
+
+void store::state_read(llama_io_read_i & io) {
+    loaded.reset();
+    auto state = std::make_unique<loaded_state>();
+    io.read(&state->header, sizeof(state->header));
+    check_header(state->header, make_header(), (int32_t) cells().size());
+    state->query_pos.resize(ring());
+    io.read(state->query_pos.data(), state->query_pos.size() * sizeof(int32_t));
     for (const layer & l : layers) {
         state->kept.emplace_back();
         for (size_t head = 0; head < l.kept.size(); ++head) {
-            state->kept.back().push_back(read_positions(io, n_max));
-            n = state->kept[0][0].size();
-            if (state->kept.back().back().size() != n || (n > 0) != (got.evicted != 0)) {
-                reject_state("its heads hold different numbers of entries");
-            }
+            state->kept.back().push_back(read_positions(io, state->header));
         }
         state->queries.emplace_back(ggml_nelements(l.queries));
         io.read(state->queries.back().data(), ggml_nbytes(l.queries));
     }
+    check_loaded(*state);
     loaded = std::move(state);
 }
 
 void store::state_commit() {
     const std::unique_ptr<loaded_state> state = std::move(loaded);
-    if (!state) {
+    if (state->header.n_entries == 0) {
+        clear_cache();  // restoring one empty sequence leaves the cells alone
         return;
     }
-    if ((int32_t) state->kept[0][0].size() > n_entries()) {
+    if (n_entries() != state->header.n_entries || n_positions() != state->header.n_positions) {
         clear_cache();
-        reject_state("it holds fewer entries than positions");
+        reject_state("the cache in it is not the one that its positions belong to");
     }
-    evicted    = state->evicted != 0;
-    tail_start = state->tail_start;
-    budget     = state->budget;
+    evicted    = state->header.evicted != 0;
+    evicted_at = state->header.evicted_at;
+    tail_start = state->header.tail_start;
+    budget     = state->header.budget;
     query_pos  = state->query_pos;
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].kept = state->kept[i];

@@ -55,8 +55,8 @@ static const char * refuse_memory(llama_memory_i * memory, const llama_model & m
     if (!cparams.causal_attn) {
         return "attention is not causal";
     }
-    if (cparams.n_seq_max != 1) {
-        return "only one sequence per context is supported (n_seq_max must be 1)";
+    if (cparams.n_seq_max != 1 || cparams.kv_unified) {
+        return "only one sequence per context is supported (n_seq_max must be 1, kv_unified false)";
     }
     if (!cparams.flash_attn || cparams.auto_fa) {
         return "flash attention must be on (flash_attn=True), and the model must support it";
@@ -100,8 +100,8 @@ void store::attach(llama_memory_i * memory, const llama_model & model, const lla
 }
 
 store::store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
-             const criticalkv_params & params) :
-    cache(cache), model(model), params(params), query_pos(params.window, -1), budget(params.budget) {
+             const criticalkv_params & params) : cache(cache), model(model), params(params), budget(params.budget) {
+    query_pos.assign(ring(), -1);
     for (size_t ikv = 0; ikv < cache.layers.size(); ++ikv) {
         const auto & from = cache.layers[ikv];
         layer        l    = {};
@@ -139,7 +139,7 @@ void store::allocate(const llama_model & model, bool offload) {
             by_buft[buft] = buffers.back().first.get();
         }
         ggml_context * ctx = by_buft[buft];
-        l.queries          = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, l.info.n_embd_k * l.info.n_head, params.window);
+        l.queries          = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, l.info.n_embd_k * l.info.n_head, ring());
         ggml_format_name(l.queries, "criticalkv_queries_l%d", l.il);
         if (with_gram) {
             const int64_t n_gram = params.norm == CRITICALKV_NORM_GRAM ? l.info.n_head_kv : l.info.n_head;
@@ -231,6 +231,8 @@ criticalkv_stats store::stats() const {
     s.budget           = budget;
     s.n_layer          = (int32_t) layers.size();
     s.evicted          = evicted;
+    s.evicted_at       = evicted_at;
+    s.n_queries        = (int32_t) window_queries().size();
     s.n_tokens         = n_positions();
     s.n_entries        = n_entries();
     s.n_entries_peak   = std::max(entries_peak, n_entries());
@@ -255,6 +257,7 @@ void store::on_clear() {
         }
     }
     evicted      = false;
+    evicted_at   = 0;
     tail_start   = 0;
     budget       = params.budget;
     entries_peak = 0;
@@ -265,7 +268,10 @@ void store::clear_cache() {
     cache.clear(false);
 }
 
-bool store::on_seq_rm(int32_t p0, int32_t p1) {
+bool store::on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
+    if (seq_id > 0) {
+        return true;  // there is only sequence 0
+    }
     const int32_t end = n_positions();
     p0                = std::max(p0, 0);
     if (p1 < 0 || p1 > end) {
@@ -335,6 +341,7 @@ llama_memory_context_ptr store::init_update(llama_context * lctx, bool optimize)
 
 bool store::run_request(llama_context & lctx) {
     const request what = asked;
+    const int64_t t0   = ggml_time_us();
     asked              = {};
     failure.clear();
     failure_status = CRITICALKV_OK;
@@ -344,8 +351,7 @@ bool store::run_request(llama_context & lctx) {
         if (what.what == request::EVICT) {
             run_eviction(lctx, what.budget);
         } else {
-            auto & l  = const_cast<layer &>(*what.target);
-            *what.out = compute_scores(lctx, l);
+            *what.out = compute_scores(lctx, layers[what.index]);
         }
     } catch (const error & e) {
         failure        = e.what();
@@ -353,8 +359,16 @@ bool store::run_request(llama_context & lctx) {
     } catch (const std::bad_alloc &) {
         failure        = "no memory on the host";
         failure_status = CRITICALKV_ERR_MEMORY;
+    } catch (const std::exception & e) {
+        failure        = e.what();
+        failure_status = CRITICALKV_ERR_COMPUTE;
     }
-    return failure.empty();
+    if (failure_status != CRITICALKV_OK) {
+        set_last_error(failure);
+    } else if (what.what == request::EVICT) {
+        counters.seconds_total += (double) (ggml_time_us() - t0) * 1e-6;
+    }
+    return failure_status == CRITICALKV_OK;
 }
 
 void store::run(llama_context & lctx, const request & what) {
@@ -376,21 +390,22 @@ void store::evict(llama_context & lctx, int32_t new_budget) {
         budget = new_budget;
         return;
     }
-    const int64_t t0 = ggml_time_us();
+    const double  before = counters.seconds_total;
+    const int64_t t0     = ggml_time_us();
     request       what;
     what.what   = request::EVICT;
     what.budget = new_budget;
     run(lctx, what);
-    budget = new_budget;
-    counters.seconds_total += (double) (ggml_time_us() - t0) * 1e-6;
+    budget                 = new_budget;
+    counters.seconds_total = before + (double) (ggml_time_us() - t0) * 1e-6;  // with the new reservation of the graph
 }
 
 layer_scores store::scores(llama_context & lctx, int32_t il) {
     layer_scores out;
     request      what;
-    what.what   = request::SCORE;
-    what.target = &find_layer(il);
-    what.out    = &out;
+    what.what  = request::SCORE;
+    what.index = (size_t) (&find_layer(il) - layers.data());
+    what.out   = &out;
     run(lctx, what);
     return out;
 }
@@ -442,6 +457,7 @@ store::kept_positions store::positions_of(const keep_lists & keep) const {
 void store::commit(kept_positions kept) {
     tail_start = std::max(tail_start, n_positions() - params.window);
     evicted    = true;
+    evicted_at = n_positions();
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].kept = std::move(kept[i]);
     }
@@ -484,6 +500,7 @@ static std::vector<float> dequantize(const ggml_tensor * t, int64_t rows) {
 
 std::vector<float> store::read(llama_context & lctx, int32_t which, int32_t il) const {
     lctx.synchronize();
+    check_cells();
     const layer & l = find_layer(il);
     if (which == CRITICALKV_TENSOR_K || which == CRITICALKV_TENSOR_V) {
         return dequantize(which == CRITICALKV_TENSOR_K ? l.k : l.v, n_entries());
@@ -491,10 +508,10 @@ std::vector<float> store::read(llama_context & lctx, int32_t which, int32_t il) 
     if (which != CRITICALKV_TENSOR_Q) {
         throw error(CRITICALKV_ERR_ARGUMENT, "which is " + std::to_string(which) + ", allowed: 0 to 2");
     }
-    const std::vector<float> ring = dequantize(l.queries, params.window);
+    const std::vector<float> rows = dequantize(l.queries, ring());
     std::vector<float>       out;
     for (const int32_t pos : window_queries()) {
-        const auto row = ring.begin() + (pos % params.window) * l.queries->ne[0];
+        const auto row = rows.begin() + (pos % ring()) * l.queries->ne[0];
         out.insert(out.end(), row, row + l.queries->ne[0]);
     }
     return out;
@@ -513,7 +530,7 @@ uint64_t store::fingerprint() const {
         hash_bytes(h, name.data(), name.size());
         hash_bytes(h, &t->type, sizeof(t->type));
         hash_bytes(h, t->ne, sizeof(t->ne));
-        // buffers in a layout of their own cannot be read back, so only small vectors (norms, biases) are sampled
+        // weights in a layout of their own cannot be read back; norms and biases never have one
         if (t->type == GGML_TYPE_F32 && ggml_n_dims(t) == 1 && t->buffer != nullptr) {
             std::vector<uint8_t> bytes(std::min<size_t>(ggml_nbytes(t), 1024));
             ggml_backend_tensor_get(t, bytes.data(), 0, bytes.size());

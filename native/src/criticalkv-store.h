@@ -37,9 +37,10 @@ struct layer {
     ggml_tensor * v     = nullptr;  // [n_embd_v * n_head_kv, slots], owned by the cache
     ggml_tensor * wo    = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
     ggml_tensor * sinks = nullptr;  // [n_head] sink logits or nullptr, owned by the model
-    ggml_tensor * queries =
-        nullptr;                   // F32 [n_embd_k * n_head, window]: ring, the query of position p in row p % window
-    ggml_tensor * gram = nullptr;  // F32 [n_embd_v, n_embd_v, Gram matrices]; nullptr if the norm needs none
+    // F32 [n_embd_k * n_head, ring]: the query of position p in row p % ring
+    ggml_tensor * queries = nullptr;
+    // F32 [n_embd_v, n_embd_v, Gram matrices]; nullptr if the norm needs none
+    ggml_tensor * gram = nullptr;
 
     bool        captured = false;  // a graph with this layer's attention was built
     bool        has_gram = false;  // gram has been computed
@@ -67,6 +68,24 @@ struct attention_call {
     int           il;
 };
 
+// First bytes of the store's part of a state blob.
+struct state_header {
+    uint32_t          magic;
+    uint32_t          version;
+    uint64_t          fingerprint;  // of the model
+    criticalkv_params params;
+    int32_t           type_k;
+    int32_t           type_v;
+    int32_t           n_layer;
+    int32_t           evicted;
+    int32_t           evicted_at;
+    int32_t           tail_start;
+    int32_t           budget;     // in force at the last eviction
+    int32_t           n_entries;  // of one head
+    int32_t           n_positions;
+    int32_t           padding;
+};
+
 class store {
   public:
     // ---- hooks -------------------------------------------------------------------------------------------------------
@@ -82,8 +101,9 @@ class store {
     // Everything was removed from the cache.
     void on_clear();
 
-    // Positions [p0, p1) are about to be removed; false: this cannot be done exactly, leave the cache alone.
-    bool on_seq_rm(int32_t p0, int32_t p1);
+    // Positions [p0, p1) of a sequence (-1: any) are about to be removed; false: this cannot be done exactly, leave the
+    // cache alone.
+    bool on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1);
 
     // For operations that would make the kept positions wrong (shifting, copying sequences): logs an error, returns true.
     bool refuse_operation(const char * operation);
@@ -109,6 +129,7 @@ class store {
     std::vector<int32_t> positions(const layer & l, int32_t head) const;
     std::vector<float>   read(llama_context & lctx, int32_t which, int32_t il) const;
     const layer &        find_layer(int32_t il) const;
+    void                 check_cells() const;
     std::vector<int32_t> layer_ids() const;
     uint64_t             fingerprint() const;
 
@@ -120,14 +141,16 @@ class store {
     // Called by the input of a captured graph: the query of `pos` is being written to its row of the ring.
     void note_query(int32_t pos);
 
-    int32_t window() const { return params.window; }
+    // Rows of the query rings: the window, and some to spare, so that a few tokens that are taken back (drafts that were
+    // not accepted) do not leave the window without its queries.
+    int32_t ring() const { return params.window + 32; }
 
   private:
     struct request {
         enum { NONE, EVICT, SCORE } what = NONE;
 
-        int32_t        budget = 0;
-        const layer *  target = nullptr;  // of SCORE
+        int32_t        budget = 0;        // of EVICT
+        size_t         index  = 0;        // of SCORE, in layers
         layer_scores * out    = nullptr;  // of SCORE
     };
 
@@ -137,9 +160,7 @@ class store {
 
     // A state blob that was read and checked, until the cache has read its part.
     struct loaded_state {
-        int32_t                         evicted    = 0;
-        int32_t                         tail_start = 0;
-        int32_t                         budget     = 0;
+        state_header                    header = {};
         std::vector<int32_t>            query_pos;
         kept_positions                  kept;
         std::vector<std::vector<float>> queries;  // [layer], the rings
@@ -150,15 +171,16 @@ class store {
     int32_t                n_entries() const;
     int32_t                n_positions() const;
     std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
-    void                   check_cells() const;
-    void                   clear_cache();  // metadata only
+    void                   clear_cache();           // metadata only
+    state_header           make_header() const;
+    void                   check_loaded(const loaded_state & state) const;
     void                   allocate(const llama_model & model, bool offload);
     void                   run(llama_context & lctx, const request & what);
 
-    layer_scores   compute_scores(llama_context & lctx, layer & l) const;
+    layer_scores   compute_scores(llama_context & lctx, layer & l);
     kept_positions positions_of(const keep_lists & keep) const;
     keep_lists     choose(llama_context & lctx, int32_t budget);
-    void           compact(llama_context & lctx, const keep_lists & keep) const;
+    void           compact(llama_context & lctx, const keep_lists & keep);
     void           commit(kept_positions kept);
     void           run_eviction(llama_context & lctx, int32_t budget);
 
@@ -167,8 +189,9 @@ class store {
     criticalkv_params   params;
 
     std::vector<layer>   layers;
-    std::vector<int32_t> query_pos;  // [window]: position whose query the ring's row holds, -1 if none
+    std::vector<int32_t> query_pos;  // [ring]: position whose query the ring's row holds, -1 if none
     bool                 evicted    = false;
+    int32_t              evicted_at = 0;  // positions there were at the last eviction
     int32_t              tail_start = 0;  // every head holds all positions from here on
     int32_t              budget     = 0;  // of the last eviction
 

@@ -1,0 +1,217 @@
+#include "criticalkv-norms.h"
+
+#include "criticalkv-error.h"
+#include "criticalkv-graph.h"
+#include "criticalkv-l1-cpu.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace criticalkv {
+
+// Query heads per graph: a graph stays within the number of nodes that the context's scheduler was made for, also for
+// models with hundreds of query heads on one KV head.
+static constexpr int64_t HEADS_PER_GRAPH = 32;
+static constexpr size_t  MAX_NODES       = 512;
+static constexpr int64_t L1_COLUMNS      = 256;  // entries projected at once without the fused op
+
+// Rows [0, n) of one KV head of a cache tensor: [d, n], strided.
+ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, int64_t n, int32_t head) {
+    return ggml_view_2d(ctx, cache, d, n, cache->nb[1], ggml_row_size(cache->type, d) * head);
+}
+
+ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
+    ggml_tensor * c = ggml_mul_mat(ctx, a, b);
+    ggml_prec_set_acc(c, GGML_PREC_F32);
+    return c;
+}
+
+static ggml_tensor * to_f32(ggml_context * ctx, ggml_tensor * x) {
+    return x->type == GGML_TYPE_F32 ? ggml_cont(ctx, x) : ggml_cast(ctx, x, GGML_TYPE_F32);
+}
+
+// ---- W_O -------------------------------------------------------------------------------------------------------------
+
+// Whether the backend of W_O can read its rows. Weights that the CPU backend keeps in a layout of its own (repacked,
+// AMX) can only be multiplied.
+static bool can_get_rows(const ggml_tensor * wo, ggml_tensor * get_rows) {
+    ggml_backend_dev_t dev = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(wo->buffer));
+    return dev == nullptr || ggml_backend_dev_supports_op(dev, get_rows);
+}
+
+static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, bool turned) {
+    unpacked_wo u;
+    u.turned              = turned;
+    ggml_init_params init = {};
+    init.mem_size         = ggml_tensor_overhead();
+    init.no_alloc         = true;
+    u.ctx.reset(ggml_init(init));
+    u.w = ggml_new_tensor_2d(u.ctx.get(), GGML_TYPE_F32, l.wo->ne[turned ? 1 : 0], l.wo->ne[turned ? 0 : 1]);
+    u.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(u.ctx.get(), ggml_backend_buffer_get_type(l.v->buffer)));
+    if (!u.buf) {
+        throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(ggml_nbytes(u.w)) + " bytes of W_O");
+    }
+
+    graph                gr(MAX_NODES);
+    const int64_t        n = l.wo->ne[0];
+    std::vector<int32_t> rows(l.wo->ne[1]);
+    std::vector<float>   identity;
+    std::iota(rows.begin(), rows.end(), 0);
+    ggml_tensor * w = ggml_get_rows(gr.ctx(), l.wo, gr.input(GGML_TYPE_I32, l.wo->ne[1], 1, rows.data()));
+    if (can_get_rows(l.wo, w)) {
+        w = turned ? ggml_transpose(gr.ctx(), w) : w;
+    } else {
+        identity.assign(n * n, 0.0f);
+        for (int64_t i = 0; i < n; ++i) {
+            identity[i * n + i] = 1.0f;
+        }
+        w = matmul(gr.ctx(), l.wo, gr.input(GGML_TYPE_F32, n, n, identity.data()));
+        w = turned ? w : ggml_transpose(gr.ctx(), w);
+    }
+    ggml_build_forward_expand(gr.gf(), ggml_cpy(gr.ctx(), w, u.w));
+    gr.compute(lctx);
+    return u;
+}
+
+// ---- Gram matrices ---------------------------------------------------------------------------------------------------
+
+static ggml_tensor * gram_view(ggml_context * ctx, ggml_tensor * gram, int64_t i) {
+    return ggml_view_2d(ctx, gram, gram->ne[0], gram->ne[1], gram->nb[1], i * gram->nb[2]);
+}
+
+// gram = mean over the query heads [first, first + count) of W_h W_h^T.
+static void compute_gram(llama_context & lctx, const layer & l, const unpacked_wo & wo, int64_t i, int64_t first,
+                         int64_t count) {
+    const int64_t d = l.info.n_embd_v;
+    for (int64_t done = 0; done < count; done += HEADS_PER_GRAPH) {
+        graph          gr(MAX_NODES);
+        ggml_context * ctx  = gr.ctx();
+        ggml_tensor *  gram = gram_view(ctx, l.gram, i);
+        ggml_tensor *  sum  = nullptr;
+        for (int64_t h = first + done; h < first + std::min(done + HEADS_PER_GRAPH, count); ++h) {
+            ggml_tensor * block  = ggml_view_2d(ctx, wo.w, d, wo.w->ne[1], wo.w->nb[1], h * d * sizeof(float));
+            ggml_tensor * turned = ggml_cont(ctx, ggml_transpose(ctx, block));  // [n_embd, d]
+            ggml_tensor * one    = matmul(ctx, turned, turned);
+            sum                  = sum == nullptr ? one : ggml_add(ctx, sum, one);
+        }
+        sum = ggml_scale(ctx, sum, 1.0f / (float) count);
+        sum = done == 0 ? sum : ggml_add(ctx, sum, gram);
+        ggml_build_forward_expand(gr.gf(), ggml_cpy(ctx, sum, gram));
+        gr.compute(lctx);
+    }
+}
+
+unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l) {
+    if (params.norm == CRITICALKV_NORM_L1) {
+        // the fused op reads W_O turned, and the cache from the host
+        return unpack_wo(lctx, l, ggml_backend_buffer_is_host(l.v->buffer));
+    }
+    if (!l.has_gram) {
+        const unpacked_wo wo = unpack_wo(lctx, l, false);
+        const int64_t     g  = params.norm == CRITICALKV_NORM_GRAM ? l.info.n_head / l.info.n_head_kv : 1;
+        for (int64_t i = 0; i < l.gram->ne[2]; ++i) {
+            compute_gram(lctx, l, wo, i, i * g, g);
+        }
+        l.has_gram = true;
+    }
+    return {};
+}
+
+// ---- the norms -------------------------------------------------------------------------------------------------------
+
+// sqrt(v^T G v) for every column of v [d, n]: [n].
+static ggml_tensor * gram_norm(ggml_context * ctx, ggml_tensor * v, ggml_tensor * gram, ggml_tensor * ones) {
+    ggml_tensor * product = ggml_mul(ctx, matmul(ctx, gram, v), v);
+    ggml_tensor * square  = matmul(ctx, product, ones);
+    return ggml_sqrt(ctx, ggml_relu(ctx, square));  // rounding may leave a small negative number
+}
+
+// out = mean over the Gram matrices [first, first + count) of sqrt(v^T G v).
+static void norms_by_gram(llama_context & lctx, const layer & l, int32_t head, int64_t n, int64_t first, int64_t count,
+                          float * out) {
+    const int64_t            d = l.info.n_embd_v;
+    const std::vector<float> ones(d, 1.0f);
+    std::fill_n(out, n, 0.0f);
+    for (int64_t done = 0; done < count; done += HEADS_PER_GRAPH) {
+        graph          gr(MAX_NODES);
+        ggml_context * ctx    = gr.ctx();
+        ggml_tensor *  v      = to_f32(ctx, head_view(ctx, l.v, d, n, head));
+        ggml_tensor *  one    = gr.input(GGML_TYPE_F32, d, 1, ones.data());
+        ggml_tensor *  sum    = nullptr;
+        const int64_t  before = std::min(done + HEADS_PER_GRAPH, count);
+        for (int64_t i = first + done; i < first + before; ++i) {
+            ggml_tensor * norm = gram_norm(ctx, v, gram_view(ctx, l.gram, i), one);
+            sum                = sum == nullptr ? norm : ggml_add(ctx, sum, norm);
+        }
+        gr.output(sum);
+        gr.compute(lctx);
+        const std::vector<float> part = read_f32(sum);
+        for (int64_t i = 0; i < n; ++i) {
+            out[i] += part[i] / (float) count;
+        }
+    }
+}
+
+// |v W_h|_1 by the fused CPU op.
+static void norms_l1_fused(llama_context & lctx, const layer & l, const unpacked_wo & wo, int32_t head, int64_t n,
+                           float * out) {
+    graph         gr(MAX_NODES);
+    const int     g    = l.info.n_head / l.info.n_head_kv;
+    ggml_tensor * v    = to_f32(gr.ctx(), head_view(gr.ctx(), l.v, l.info.n_embd_v, n, head));
+    ggml_tensor * norm = l1_norm_cpu(gr.ctx(), v, wo.w, head * g, g);
+    gr.output(norm);
+    gr.compute(lctx);
+    ggml_backend_tensor_get(norm, out, 0, ggml_nbytes(norm));
+}
+
+// |v W_h|_1 from standard ops, for caches that the host cannot read.
+static void norms_l1_standard(llama_context & lctx, const layer & l, const unpacked_wo & wo, int32_t head, int64_t n,
+                              float * out) {
+    const int64_t            d = l.info.n_embd_v;
+    const int64_t            g = l.info.n_head / l.info.n_head_kv;
+    const std::vector<float> ones(wo.w->ne[1], 1.0f);
+    std::fill_n(out, n, 0.0f);
+    for (int64_t c = 0; c < n; c += L1_COLUMNS) {
+        const int64_t width = std::min(L1_COLUMNS, n - c);
+        for (int64_t done = 0; done < g; done += HEADS_PER_GRAPH) {
+            graph          gr(MAX_NODES);
+            ggml_context * ctx   = gr.ctx();
+            ggml_tensor *  cache = head_view(ctx, l.v, d, n, head);
+            ggml_tensor *  v     = to_f32(ctx, ggml_view_2d(ctx, cache, d, width, cache->nb[1], c * cache->nb[1]));
+            ggml_tensor *  one   = gr.input(GGML_TYPE_F32, wo.w->ne[1], 1, ones.data());
+            ggml_tensor *  sum   = nullptr;
+            for (int64_t h = head * g + done; h < head * g + std::min(done + HEADS_PER_GRAPH, g); ++h) {
+                ggml_tensor * block = ggml_view_2d(ctx, wo.w, d, wo.w->ne[1], wo.w->nb[1], h * d * sizeof(float));
+                ggml_tensor * norm  = matmul(ctx, ggml_abs(ctx, matmul(ctx, block, v)), one);  // [width]
+                sum                 = sum == nullptr ? norm : ggml_add(ctx, sum, norm);
+            }
+            gr.output(sum);
+            gr.compute(lctx);
+            const std::vector<float> part = read_f32(sum);
+            for (int64_t i = 0; i < width; ++i) {
+                out[c + i] += part[i] / (float) g;
+            }
+        }
+    }
+}
+
+void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
+                 int32_t head, int64_t n, float * out) {
+    const int64_t g = l.info.n_head / l.info.n_head_kv;
+    switch (params.norm) {
+        case CRITICALKV_NORM_GRAM:
+            norms_by_gram(lctx, l, head, n, head, 1, out);
+            break;
+        case CRITICALKV_NORM_L2:
+            norms_by_gram(lctx, l, head, n, head * g, g, out);
+            break;
+        default:
+            if (wo.turned) {
+                norms_l1_fused(lctx, l, wo, head, n, out);
+            } else {
+                norms_l1_standard(lctx, l, wo, head, n, out);
+            }
+    }
+}
+
+}  // namespace criticalkv

@@ -1,0 +1,28 @@
+// Projected value norms N[i] = mean over the query heads h of a KV head of |v[i] W_h|, in the norms of criticalkv.h.
+#pragma once
+
+#include "criticalkv-store.h"
+
+namespace criticalkv {
+
+// W_O of one layer, dequantized into a buffer of its own.
+struct unpacked_wo {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buf;
+    ggml_tensor *           w      = nullptr;  // F32 [n_embd_v * n_head, n_embd], or turned [n_embd, n_embd_v * n_head]
+    bool                    turned = false;
+};
+
+// What the norms of one layer need: the layer's Gram matrices, filled at the first call, or for L1 the unpacked W_O,
+// which lives as long as the result.
+unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l);
+
+// Norms of the first n entries of a KV head, to out[n].
+void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
+                 int32_t head, int64_t n, float * out);
+
+// ggml building blocks that the attention scores share.
+ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, int64_t n, int32_t head);
+ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b);
+
+}  // namespace criticalkv
