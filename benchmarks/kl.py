@@ -35,11 +35,11 @@ UNUSED_BUDGET = 100_000  # of a model that is evicted by hand
 
 def arms() -> list[tuple[str, KVPolicy]]:
     """Policies to compare, by name and window."""
-    chosen = [(name, replace(PRESETS[name], window=16)) for name in ("random", "streamingllm")]
-    for window in (16, 32):
-        for name in ("snapkv", "criticalkv", "critical-max"):
-            chosen.append((f"{name}, window {window}", replace(PRESETS[name], window=window)))
-    return chosen
+    return [
+        (f"{name}, window {window}", replace(PRESETS[name], window=window))
+        for window in (16, 32)
+        for name in ("random", "streamingllm", "snapkv", "criticalkv", "critical-max")
+    ]
 
 
 def open_model(model: str, policy: KVPolicy, threads: int) -> Llama:

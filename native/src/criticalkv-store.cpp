@@ -300,6 +300,13 @@ bool store::on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     return true;
 }
 
+// llama.cpp's 256 keeps graphs the same for longer and suits GPU kernels. Flash attention on the CPU gives each thread an
+// equal share of the slots, empty ones included, so at a small budget a finer padding is faster. Before an eviction the
+// padding stays: another split of the slots would round differently than the cache without a budget.
+uint32_t store::kv_padding() const {
+    return evicted && ggml_backend_buffer_is_host(layers[0].k->buffer) ? 64 : 256;
+}
+
 bool store::refuse_operation(const char * operation) {
     set_last_error(std::string(operation) + " is not supported by a cache with a budget");
     LLAMA_LOG_ERROR("%s is not supported by a cache with a budget\n", operation);

@@ -105,6 +105,9 @@ class store {
     // cache alone.
     bool on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1);
 
+    // The number of slots that attention reads is a multiple of this.
+    uint32_t kv_padding() const;
+
     // For operations that would make the kept positions wrong (shifting, copying sequences): logs an error, returns true.
     bool refuse_operation(const char * operation);
 
