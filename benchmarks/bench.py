@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=CASES, help="one model only")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
-    parser.add_argument("--rounds", type=int, default=5, help="turns that count")
+    parser.add_argument("--rounds", type=int, default=9, help="turns that count")
     parser.add_argument("--tokens", type=int, default=24, help="tokens decoded per turn")
     parser.add_argument("--stock-python", help="python of an environment with an unpatched llama-cpp-python")
     args = parser.parse_args()
