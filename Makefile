@@ -14,7 +14,8 @@ BENCH_ARGS  ?=
 export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell nproc 2>/dev/null || echo 2)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# LLAMA_BUILD=OFF: llama-cpp-python shall not build a llama.cpp of its own.
+# LLAMA_BUILD=OFF: llama-cpp-python shall not build a llama.cpp of its own. pip would keep the wheel made that way, without
+# libraries, and give it to other environments that want a complete one: hence --no-cache-dir below.
 NATIVE_ARGS := $(strip $(CMAKE_ARGS) -DLLAMA_BUILD=OFF -DPYCRITICALKV_BUILD_TESTS=ON)
 ASAN_ARGS   := $(NATIVE_ARGS) -DPYCRITICALKV_SANITIZE=ON
 
@@ -56,13 +57,13 @@ $(ASAN_VENV)/.inputs: FORCE | $(ASAN_VENV)/bin/activate
 
 $(VENV)/.installed: $(SOURCES) $(VENV)/.inputs
 	@echo "Building and installing pycriticalkv into $(VENV); the first time this takes some minutes"
-	@CMAKE_ARGS="$(NATIVE_ARGS)" $(VENV)/bin/python -m pip install --quiet ".[test]"
+	@CMAKE_ARGS="$(NATIVE_ARGS)" $(VENV)/bin/python -m pip install --quiet --no-cache-dir ".[test]"
 	@touch $@
 
 $(ASAN_VENV)/.installed: $(SOURCES) $(ASAN_VENV)/.inputs
 	@echo "Building and installing pycriticalkv with sanitizers into $(ASAN_VENV)"
 	@CMAKE_ARGS="$(ASAN_ARGS)" SKBUILD_BUILD_DIR=build/asan SKBUILD_INSTALL_STRIP=false \
-	    $(ASAN_VENV)/bin/python -m pip install --quiet ".[test]"
+	    $(ASAN_VENV)/bin/python -m pip install --quiet --no-cache-dir ".[test]"
 	@touch $@
 
 $(LINT_VENV)/.installed: pyproject.toml | $(LINT_VENV)/bin/activate
@@ -107,7 +108,7 @@ bench: install
 
 # An unpatched llama-cpp-python, for benchmarks/bench.py --stock-python $(STOCK_VENV)/bin/python.
 stock: $(STOCK_VENV)/bin/activate
-	CMAKE_ARGS="$(CMAKE_ARGS) -DLLAVA_BUILD=OFF" $(STOCK_VENV)/bin/python -m pip install \
+	CMAKE_ARGS="$(CMAKE_ARGS) -DLLAVA_BUILD=OFF" $(STOCK_VENV)/bin/python -m pip install --no-cache-dir --force-reinstall \
 	    "llama-cpp-python==$$(sed -n 's/^version *= *//p' native/llama.cpp.lock)"
 
 # ---------------------------------------------------------------- style

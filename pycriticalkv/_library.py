@@ -53,7 +53,7 @@ def _check_version() -> None:
     if version != LLAMA_CPP_PYTHON:
         raise ImportError(
             f"pycriticalkv needs llama-cpp-python {LLAMA_CPP_PYTHON}, but it is {version}. Install it with: "
-            f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install llama-cpp-python=={LLAMA_CPP_PYTHON}'
+            f'CMAKE_ARGS="-DLLAMA_BUILD=OFF" pip install --no-cache-dir llama-cpp-python=={LLAMA_CPP_PYTHON}'
         )
 
 
