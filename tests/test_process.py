@@ -38,7 +38,8 @@ def test_models_created_side_by_side_in_threads_get_their_own_budget(tiny):
     budgets, made = list(range(40, 52)), {}
 
     def make(budget):
-        made[budget] = Llama(tiny, kv_budget=budget, n_ctx=512, verbose=False)
+        # verbose=False makes llama-cpp-python redirect the output of the process while it loads, which threads share
+        made[budget] = Llama(tiny, kv_budget=budget, n_ctx=512, verbose=True)
 
     threads = [threading.Thread(target=make, args=(b,)) for b in budgets]
     for thread in threads:
