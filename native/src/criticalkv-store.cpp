@@ -102,17 +102,15 @@ void store::attach(llama_memory_i * memory, const llama_model & model, const lla
 store::store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
              const criticalkv_params & params) : cache(cache), model(model), params(params), budget(params.budget) {
     query_pos.assign(ring(), -1);
-    for (size_t ikv = 0; ikv < cache.layers.size(); ++ikv) {
-        const auto & from = cache.layers[ikv];
-        layer        l    = {};
-        l.il              = (int32_t) from.il;
-        l.ikv             = ikv;
-        l.k               = from.k;
-        l.v               = from.v;
-        l.info.n_head     = (int32_t) model.hparams.n_head(from.il);
-        l.info.n_head_kv  = (int32_t) model.hparams.n_head_kv(from.il);
-        l.info.n_embd_k   = (int32_t) model.hparams.n_embd_head_k(from.il);
-        l.info.n_embd_v   = (int32_t) model.hparams.n_embd_head_v(from.il);
+    for (const auto & from : cache.layers) {
+        layer l          = {};
+        l.il             = (int32_t) from.il;
+        l.k              = from.k;
+        l.v              = from.v;
+        l.info.n_head    = (int32_t) model.hparams.n_head(from.il);
+        l.info.n_head_kv = (int32_t) model.hparams.n_head_kv(from.il);
+        l.info.n_embd_k  = (int32_t) model.hparams.n_embd_head_k(from.il);
+        l.info.n_embd_v  = (int32_t) model.hparams.n_embd_head_v(from.il);
         l.kept.resize(l.info.n_head_kv);
         if (const char * why = refuse_layer(l)) {
             throw error(CRITICALKV_ERR_UNSUPPORTED, why);

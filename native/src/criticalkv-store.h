@@ -30,7 +30,6 @@ namespace criticalkv {
 // One layer that has a cache.
 struct layer {
     int32_t               il   = -1;  // in the model
-    size_t                ikv  = 0;   // in the cache
     criticalkv_layer_info info = {};
 
     ggml_tensor * k     = nullptr;  // [n_embd_k * n_head_kv, slots], owned by the cache
