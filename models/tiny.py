@@ -1,19 +1,29 @@
 """Write tiny GGUF models with random weights, for tests.
 
 The llama variant loads in a millisecond, tokenizes any text and has attention that is peaky enough for an eviction to
-matter. The others exist so that tests can see how models of other kinds are treated: a sliding window (gemma3), a
-recurrent state (mamba), ALiBi (bloom), latent attention (deepseek2), encoder and decoder (t5).
+matter. The others exist so that tests can see how models of other kinds are treated:
+
+    qwen2                  biases on queries, keys and values
+    qwen3, qwen3moe        norms on queries and keys; experts (qwen3moe)
+    gemma2                 sliding window, soft-caps on the attention logits and on the final ones
+    gemma3                 sliding window, norms on queries and keys
+    gpt-oss                sliding window, attention sinks, biases, experts
+    lfm2, granitehybrid    attention in every second layer, short convolution or Mamba2 in the others
+    mamba                  a recurrent state and no attention
+    bloom                  ALiBi
+    deepseek2              latent attention
+    t5                     encoder and decoder
 
     python models/tiny.py tiny.gguf --seed 1 --n-head-kv 1
 
-The same arguments give the same bytes.
+The same arguments give the same bytes. write_tiny_lora writes a LoRA adapter for such a model.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -57,6 +67,13 @@ LOGIT_STD = 2.2
 # raise or lower a token's logit whatever the context.
 CONSTANT = 2.0
 NEVER = -45.0
+# Positions that a layer with a sliding window sees.
+WINDOW = 64
+N_EXPERT, N_EXPERT_USED = 4, 2
+# The experts of a token are chosen by this many channels, which hold the same in every layer.
+ROUTER_CHANNELS = 8
+# llama.cpp builds these with query heads that fill the width of the model.
+FULL_WIDTH = ("qwen2", "lfm2")
 
 
 @dataclass(frozen=True)
@@ -93,17 +110,58 @@ def write_tiny(
     wo_type is the type of the attention output matrix and weight_type that of all other matrices: F32, F16, BF16,
     Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, and for rows of a multiple of 256 also Q4_K and Q6_K. To compare logits closely, take
     F32 or F16: for the other types llama.cpp rounds the activations as well, and errors of 1 % are ordinary. The
-    architectures other than llama derive what they need from these sizes.
+    architectures other than llama derive what they need from these sizes; those of FULL_WIDTH are n_head * head_dim
+    wide whatever n_embd says.
     """
     if arch not in BUILDERS:
         raise ValueError(f"unknown architecture {arch!r}; known: {', '.join(BUILDERS)}")
     if n_head % n_head_kv:
         raise ValueError("n_head must be a multiple of n_head_kv")
+    if arch in FULL_WIDTH:
+        n_embd = n_head * head_dim
     shape = Shape(n_layer, n_head, n_head_kv, head_dim, n_embd, n_ff, n_ctx)
     file = _File(arch, seed, wo_type, weight_type)
     _add_sizes(file, shape)
     _add_vocabulary(file.writer, chat_template)
     BUILDERS[arch](file, shape)
+    file.save(Path(path))
+    return Path(path)
+
+
+def write_tiny_lora(
+    path: str | Path,
+    base_path: str | Path,
+    *,
+    seed: int = 0,
+    rank: int = 4,
+    alpha: float = 8.0,
+    targets: Sequence[str] = ("attn_q", "attn_v", "attn_output"),
+) -> Path:
+    """Write a LoRA adapter for the tiny model at `base_path` to `path`.
+
+    It has factors for the matrices named by `targets`, in every layer that has one. Each adds alpha / rank / 4 standard
+    deviations to a matrix's output for inputs of unit variance: at the defaults, a third of what a query has.
+    """
+    base = gguf.GGUFReader(str(base_path))
+    architecture = base.get_field("general.architecture")
+    if architecture is None:
+        raise ValueError(f"{base_path} does not name its architecture")
+    file = _File(architecture.contents(), seed, "F32", "F32")
+    file.writer.add_type(gguf.GGUFType.ADAPTER)
+    file.writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    file.writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
+    endings = tuple(f".{target}.weight" for target in targets)
+    tensors = [tensor for tensor in base.tensors if tensor.name.endswith(endings)]
+    if not tensors:
+        raise ValueError(f"{base_path} has none of the matrices {', '.join(targets)}")
+    for tensor in tensors:
+        weights = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        n_out, n_in = weights.shape
+        b = file.normal(n_out, rank, std=0.25 * rank**-0.5)
+        # What the model keeps out of some channels of the residual stream, the adapter must keep out as well.
+        b[~weights.any(axis=1)] = 0
+        file.vector(f"{tensor.name}.lora_a", file.normal(rank, n_in, std=n_in**-0.5))
+        file.vector(f"{tensor.name}.lora_b", b)
     file.save(Path(path))
     return Path(path)
 
@@ -299,11 +357,12 @@ def _add_sizes(file: _File, shape: Shape) -> None:
     writer.add_block_count(shape.n_layer)
 
 
-def _add_attention_sizes(file: _File, shape: Shape) -> None:
+def _add_attention_sizes(file: _File, shape: Shape, attention: Sequence[bool] | None = None) -> None:
+    """Sizes of the attention, which only the layers marked in `attention` have, if it is given."""
     writer = file.writer
     writer.add_feed_forward_length(shape.n_ff)
     writer.add_head_count(shape.n_head)
-    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_head_count_kv(shape.n_head_kv if attention is None else [shape.n_head_kv * here for here in attention])
     writer.add_key_length(shape.head_dim)
     writer.add_value_length(shape.head_dim)
 
@@ -319,17 +378,29 @@ def _add_embeddings(file: _File, shape: Shape, norm: str = "output_norm", bias: 
     file.matrix("output", output)
 
 
-def _to_residual(values: Floats) -> Floats:
-    """Keep a matrix that adds to the residual stream out of the constant channel."""
-    values[0] = 0
+def _to_residual(values: Floats, kept: int = 1) -> Floats:
+    """Keep a matrix that adds to the residual stream out of the constant channel, or the first `kept` channels."""
+    values[..., :kept, :] = 0
     return values
 
 
-def _add_attention(file: _File, shape: Shape, prefix: str, names: tuple[str, str, str, str]) -> None:
-    """Wq, Wk, Wv, Wo. Value norms differ between tokens, and those of their projections between heads as well."""
+def _add_attention(
+    file: _File,
+    shape: Shape,
+    prefix: str,
+    names: tuple[str, str, str, str],
+    *,
+    logit_std: float = LOGIT_STD,
+    kept: int = 1,
+    n_bias: int = 0,
+) -> None:
+    """Wq, Wk, Wv, Wo. Value norms differ between tokens, and those of their projections between heads as well.
+
+    `kept` is that of _to_residual, and the first `n_bias` of the four have a bias.
+    """
     d, d_q, d_kv = shape.n_embd, shape.n_head * shape.head_dim, shape.n_head_kv * shape.head_dim
-    file.dense(f"{prefix}.{names[0]}", d_q, d, gain=LOGIT_STD**0.5)
-    file.dense(f"{prefix}.{names[1]}", d_kv, d, gain=LOGIT_STD**0.5)
+    file.dense(f"{prefix}.{names[0]}", d_q, d, gain=logit_std**0.5)
+    file.dense(f"{prefix}.{names[1]}", d_kv, d, gain=logit_std**0.5)
     # A few input channels carry most of a value, so its norm follows the token and does not average out.
     channels = file.spread(d, 1.2)
     channels *= (d / np.square(channels).sum()) ** 0.5
@@ -338,7 +409,21 @@ def _add_attention(file: _File, shape: Shape, prefix: str, names: tuple[str, str
     inputs = file.spread(d_q, 1.0)
     inputs *= (d_q / np.square(inputs).sum()) ** 0.5
     wo = file.normal(d, d_q, std=2 * d_q**-0.5) * inputs
-    file.matrix(f"{prefix}.{names[3]}", _to_residual(wo), file.wo_type)
+    file.matrix(f"{prefix}.{names[3]}", _to_residual(wo, kept), file.wo_type)
+    # Values average out over a row of attention and their bias does not, so it is small: else the last layer would
+    # favour the same few tokens in any context.
+    biases = [file.normal(n, std=std) for n, std in ((d_q, 0.2), (d_kv, 0.2), (d_kv, 0.1), (d, 0.1))[:n_bias]]
+    for name, bias in zip(names, biases, strict=False):
+        if name == names[3]:
+            bias[:kept] = 0
+        file.vector(f"{prefix}.{name}.bias", bias)
+
+
+def _add_head_norms(file: _File, shape: Shape, prefix: str) -> None:
+    """Norms on q and k. They set the size of the logits: head_dim**0.5 times the product of both gains."""
+    gain = LOGIT_STD**0.5
+    file.vector(f"{prefix}.attn_q_norm.weight", gain + file.normal(shape.head_dim, std=0.1))
+    file.vector(f"{prefix}.attn_k_norm.weight", gain + file.normal(shape.head_dim, std=0.1))
 
 
 def _add_ffn(file: _File, shape: Shape, prefix: str, gated: bool = True) -> None:
@@ -347,6 +432,41 @@ def _add_ffn(file: _File, shape: Shape, prefix: str, gated: bool = True) -> None
     file.dense(f"{prefix}.ffn_up", shape.n_ff, shape.n_embd)
     down = file.normal(shape.n_embd, shape.n_ff, std=shape.n_ff**-0.5)
     file.matrix(f"{prefix}.ffn_down", _to_residual(down))
+
+
+def _expert_width(shape: Shape) -> int:
+    """A third of n_ff or so, and a multiple of 32 for the sake of quantized weights."""
+    return 32 * max(1, shape.n_ff // 96)
+
+
+def _add_expert_sizes(file: _File, shape: Shape) -> None:
+    file.writer.add_expert_count(N_EXPERT)
+    file.writer.add_expert_used_count(N_EXPERT_USED)
+    file.writer.add_expert_feed_forward_length(_expert_width(shape))
+
+
+def _add_experts(file: _File, shape: Shape, prefix: str, bias: bool = False) -> None:
+    """Feed-forward networks of which each token passes through some.
+
+    The router reads only channels that no layer adds to, so a token's embedding alone decides on its experts. Else
+    rounding would swap experts now and then, which makes a jump in the logits, and these could not be compared.
+    """
+    d, width, kept = shape.n_embd, _expert_width(shape), 1 + ROUTER_CHANNELS
+    router = np.zeros((N_EXPERT, d), np.float32)
+    router[:, 1:kept] = file.normal(N_EXPERT, ROUTER_CHANNELS, std=1.5 * ROUTER_CHANNELS**-0.5)
+    file.matrix(f"{prefix}.ffn_gate_inp", router, GGMLQuantizationType.F32)
+    for name in ("ffn_gate_exps", "ffn_up_exps"):
+        file.matrix(f"{prefix}.{name}", file.normal(N_EXPERT, width, d, std=d**-0.5))
+    down = file.normal(N_EXPERT, d, width, std=1.5 * width**-0.5)
+    file.matrix(f"{prefix}.ffn_down_exps", _to_residual(down, kept))
+    if bias:
+        # Zero, or the size of the other channels would have a say in the choice of the experts.
+        file.vector(f"{prefix}.ffn_gate_inp.bias", np.zeros(N_EXPERT, np.float32))
+        for name in ("ffn_gate_exps", "ffn_up_exps"):
+            file.vector(f"{prefix}.{name}.bias", file.normal(N_EXPERT, width, std=0.1))
+        down_bias = file.normal(N_EXPERT, d, std=0.1)
+        down_bias[:, :kept] = 0
+        file.vector(f"{prefix}.ffn_down_exps.bias", down_bias)
 
 
 SELF_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
@@ -365,21 +485,123 @@ def _llama(file: _File, shape: Shape) -> None:
         _add_ffn(file, shape, f"blk.{il}")
 
 
-def _gemma3(file: _File, shape: Shape) -> None:
-    """Every second layer sees the last 64 positions only."""
+def _qwen2(file: _File, shape: Shape) -> None:
     _add_attention_sizes(file, shape)
     file.writer.add_layer_norm_rms_eps(1e-6)
     file.writer.add_rope_freq_base(1000000.0)
-    file.writer.add_sliding_window(64)
+    _add_embeddings(file, shape)
+    for il in range(shape.n_layer):
+        file.norm(f"blk.{il}.attn_norm", shape.n_embd)
+        _add_attention(file, shape, f"blk.{il}", SELF_ATTENTION, n_bias=3)
+        file.norm(f"blk.{il}.ffn_norm", shape.n_embd)
+        _add_ffn(file, shape, f"blk.{il}")
+
+
+def _qwen3(file: _File, shape: Shape, experts: bool = False) -> None:
+    _add_attention_sizes(file, shape)
+    if experts:
+        _add_expert_sizes(file, shape)
+    file.writer.add_layer_norm_rms_eps(1e-6)
+    file.writer.add_rope_freq_base(1000000.0)
+    _add_embeddings(file, shape)
+    for il in range(shape.n_layer):
+        file.norm(f"blk.{il}.attn_norm", shape.n_embd)
+        _add_head_norms(file, shape, f"blk.{il}")
+        _add_attention(file, shape, f"blk.{il}", SELF_ATTENTION, kept=1 + ROUTER_CHANNELS if experts else 1)
+        file.norm(f"blk.{il}.ffn_norm", shape.n_embd)
+        if experts:
+            _add_experts(file, shape, f"blk.{il}")
+        else:
+            _add_ffn(file, shape, f"blk.{il}")
+
+
+def _qwen3moe(file: _File, shape: Shape) -> None:
+    _qwen3(file, shape, experts=True)
+
+
+def _gpt_oss(file: _File, shape: Shape) -> None:
+    """Layers 0, 2, ... have a sliding window, which llama.cpp takes for granted."""
+    _add_attention_sizes(file, shape)
+    _add_expert_sizes(file, shape)
+    file.writer.add_layer_norm_rms_eps(1e-5)
+    file.writer.add_rope_dimension_count(shape.head_dim)
+    file.writer.add_rope_freq_base(150000.0)
+    file.writer.add_sliding_window(WINDOW)
+    _add_embeddings(file, shape)
+    for il in range(shape.n_layer):
+        prefix = f"blk.{il}"
+        file.norm(f"{prefix}.attn_norm", shape.n_embd)
+        _add_attention(file, shape, prefix, SELF_ATTENTION, kept=1 + ROUTER_CHANNELS, n_bias=4)
+        # A few hundred logits of LOGIT_STD add up to about exp(8), so a sink takes a tenth of the weight, and more of
+        # it within a window.
+        file.vector(f"{prefix}.attn_sinks.weight", 6 + file.normal(shape.n_head))
+        # By this name llama.cpp calls what is the norm before the experts.
+        file.norm(f"{prefix}.post_attention_norm", shape.n_embd)
+        _add_experts(file, shape, prefix, bias=True)
+
+
+def _gemma2(file: _File, shape: Shape) -> None:
+    """Layers 0, 2, ... have a sliding window, which llama.cpp takes for granted."""
+    _add_attention_sizes(file, shape)
+    file.writer.add_layer_norm_rms_eps(1e-6)
+    file.writer.add_rope_freq_base(10000.0)
+    file.writer.add_sliding_window(WINDOW)
+    # The cap cuts the peaks, which is made up for by logits twice as large as those of other models.
+    file.writer.add_attn_logit_softcapping(10.0)
+    file.writer.add_final_logit_softcapping(15.0)
+    _add_tied_embeddings(file, shape)
+    for il in range(shape.n_layer):
+        prefix = f"blk.{il}"
+        for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
+            file.norm(f"{prefix}.{name}", shape.n_embd)
+        _add_attention(file, shape, prefix, SELF_ATTENTION, logit_std=2 * LOGIT_STD, kept=2)
+        _add_tied_ffn(file, shape, prefix, last=il == shape.n_layer - 1)
+
+
+def _add_tied_embeddings(file: _File, shape: Shape) -> None:
+    """Token embedding that is the output matrix as well, and multiplied by n_embd**0.5 at the input.
+
+    Channel 0 is the constant one. Channel 1 has the bias of the tokens: 0 or -1 at the input, it is raised above 0 by
+    the last layer, so that -1 lowers a token's logit at the output.
+    """
+    d = shape.n_embd
+    embedding = file.normal(N_VOCAB, d)
+    embedding[:, 0] = CONSTANT
+    embedding[:, 1] = _token_bias() / -NEVER
+    file.matrix("token_embd", embedding * d**-0.5)
+    # Signs differ, or the last token would have the highest logit by far, as its embedding is in the residual stream.
+    norm = 2.5 * file.spread(d, 0.1) * np.sign(file.normal(d))
+    norm[0] = 0
+    # The channel's value is about 4 by then, and the root mean square of all a bit less.
+    norm[1] = -NEVER * d**0.5
+    file.vector("output_norm.weight", norm)
+
+
+def _add_tied_ffn(file: _File, shape: Shape, prefix: str, last: bool) -> None:
+    """Feed-forward network that adds to channel 1 in the last layer: a unit that reads nothing but the constant."""
+    gate, up = (file.normal(shape.n_ff, shape.n_embd, std=shape.n_embd**-0.5) for _ in range(2))
+    down = _to_residual(file.normal(shape.n_embd, shape.n_ff, std=shape.n_ff**-0.5), kept=2)
+    if last:
+        for matrix in (gate, up):
+            matrix[0] = 0
+            matrix[0, 0] = CONSTANT
+        down[1, 0] = 1
+    for name, matrix in (("ffn_gate", gate), ("ffn_up", up), ("ffn_down", down)):
+        file.matrix(f"{prefix}.{name}", matrix)
+
+
+def _gemma3(file: _File, shape: Shape) -> None:
+    """Every second layer has a sliding window."""
+    _add_attention_sizes(file, shape)
+    file.writer.add_layer_norm_rms_eps(1e-6)
+    file.writer.add_rope_freq_base(1000000.0)
+    file.writer.add_sliding_window(WINDOW)
     file.writer.add_array("gemma3.attention.sliding_window_pattern", [il % 2 == 0 for il in range(shape.n_layer)])
     _add_embeddings(file, shape)
     for il in range(shape.n_layer):
         for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             file.norm(f"blk.{il}.{name}", shape.n_embd)
-        # The norms on q and k set the size of the logits here: head_dim**0.5 times the product of both gains.
-        gain = LOGIT_STD**0.5
-        file.vector(f"blk.{il}.attn_q_norm.weight", gain + file.normal(shape.head_dim, std=0.1))
-        file.vector(f"blk.{il}.attn_k_norm.weight", gain + file.normal(shape.head_dim, std=0.1))
+        _add_head_norms(file, shape, f"blk.{il}")
         _add_attention(file, shape, f"blk.{il}", SELF_ATTENTION)
         _add_ffn(file, shape, f"blk.{il}")
 
@@ -407,6 +629,80 @@ def _mamba(file: _File, shape: Shape) -> None:
         file.vector(f"blk.{il}.ssm_a", -file.spread(d_inner * d_state, 0.5).reshape(d_inner, d_state))
         file.vector(f"blk.{il}.ssm_d", np.ones(d_inner, np.float32))
         file.matrix(f"blk.{il}.ssm_out", _to_residual(file.normal(d, d_inner, std=d_inner**-0.5)))
+
+
+def _hybrid_layers(shape: Shape) -> list[bool]:
+    """Which layers of a hybrid model have attention: the first and every second after it."""
+    return [il % 2 == 0 for il in range(shape.n_layer)]
+
+
+def _lfm2(file: _File, shape: Shape) -> None:
+    d, attention, d_conv = shape.n_embd, _hybrid_layers(shape), 3
+    _add_attention_sizes(file, shape, attention)
+    file.writer.add_layer_norm_rms_eps(1e-5)
+    file.writer.add_rope_freq_base(1000000.0)
+    file.writer.add_shortconv_l_cache(d_conv)
+    # The name that llama.cpp has for the last norm of this architecture.
+    _add_embeddings(file, shape, norm="token_embd_norm")
+    for il in range(shape.n_layer):
+        prefix = f"blk.{il}"
+        file.norm(f"{prefix}.attn_norm", d)
+        if attention[il]:
+            _add_head_norms(file, shape, prefix)
+            _add_attention(file, shape, prefix, SELF_ATTENTION)
+        else:
+            file.dense(f"{prefix}.shortconv.in_proj", 3 * d, d)
+            conv = file.normal(d, d_conv, std=d_conv**-0.5)
+            file.matrix(f"{prefix}.shortconv.conv", conv, GGMLQuantizationType.F32)
+            file.matrix(f"{prefix}.shortconv.out_proj", _to_residual(file.normal(d, d, std=d**-0.5)))
+        file.norm(f"{prefix}.ffn_norm", d)
+        _add_ffn(file, shape, prefix)
+
+
+def _granitehybrid(file: _File, shape: Shape) -> None:
+    attention = _hybrid_layers(shape)
+    _add_attention_sizes(file, shape, attention)
+    file.writer.add_layer_norm_rms_eps(1e-5)
+    file.writer.add_rope_dimension_count(shape.head_dim)
+    file.writer.add_rope_freq_base(10000.0)
+    _add_mamba2_sizes(file, shape)
+    _add_embeddings(file, shape)
+    for il in range(shape.n_layer):
+        file.norm(f"blk.{il}.attn_norm", shape.n_embd)
+        if attention[il]:
+            _add_attention(file, shape, f"blk.{il}", SELF_ATTENTION)
+        else:
+            _add_mamba2(file, shape, f"blk.{il}")
+        file.norm(f"blk.{il}.ffn_norm", shape.n_embd)
+        _add_ffn(file, shape, f"blk.{il}")
+
+
+# State and convolution of Mamba2; its heads are of 32 channels.
+MAMBA2_STATE, MAMBA2_CONV, MAMBA2_HEAD = 16, 4, 32
+
+
+def _add_mamba2_sizes(file: _File, shape: Shape) -> None:
+    d_inner = 2 * shape.n_embd
+    file.writer.add_ssm_conv_kernel(MAMBA2_CONV)
+    file.writer.add_ssm_inner_size(d_inner)
+    file.writer.add_ssm_state_size(MAMBA2_STATE)
+    file.writer.add_ssm_time_step_rank(d_inner // MAMBA2_HEAD)
+    file.writer.add_ssm_group_count(1)
+
+
+def _add_mamba2(file: _File, shape: Shape, prefix: str) -> None:
+    d, d_inner = shape.n_embd, 2 * shape.n_embd
+    heads, d_conv = d_inner // MAMBA2_HEAD, d_inner + 2 * MAMBA2_STATE
+    # Gate, what is convolved (input, B and C), and the time steps.
+    file.dense(f"{prefix}.ssm_in", d_inner + d_conv + heads, d)
+    conv = file.normal(d_conv, MAMBA2_CONV, std=MAMBA2_CONV**-0.5)
+    file.matrix(f"{prefix}.ssm_conv1d", conv, GGMLQuantizationType.F32)
+    file.vector(f"{prefix}.ssm_conv1d.bias", file.normal(d_conv, std=0.1))
+    file.vector(f"{prefix}.ssm_dt.bias", file.normal(heads) - 3)
+    file.vector(f"{prefix}.ssm_a", -file.spread(heads, 0.5).reshape(heads, 1))
+    file.vector(f"{prefix}.ssm_d", np.ones((heads, 1), np.float32))
+    file.vector(f"{prefix}.ssm_norm.weight", 1 + file.normal(1, d_inner, std=0.1))
+    file.matrix(f"{prefix}.ssm_out", _to_residual(file.normal(d, d_inner, std=d_inner**-0.5)))
 
 
 def _bloom(file: _File, shape: Shape) -> None:
@@ -487,7 +783,14 @@ def _t5(file: _File, shape: Shape) -> None:
 
 BUILDERS: dict[str, Callable[[_File, Shape], None]] = {
     "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen3moe": _qwen3moe,
+    "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gpt-oss": _gpt_oss,
+    "lfm2": _lfm2,
+    "granitehybrid": _granitehybrid,
     "mamba": _mamba,
     "bloom": _bloom,
     "deepseek2": _deepseek2,

@@ -19,7 +19,8 @@ from pycriticalkv.policy import Budget, KVPolicy, resolve_policy
 from pycriticalkv.stats import KVStats
 from pycriticalkv.store import Store, last_error, prepared
 
-GGML_TYPES = {0: "f32", 1: "f16", 30: "bf16"}  # cache types that can be evicted
+# cache types that can be evicted
+GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"}
 
 
 class Llama(llama_cpp.Llama):
@@ -77,9 +78,10 @@ class Llama(llama_cpp.Llama):
         self._kv_policy = resolve_policy(kv_policy)
         budget = Budget.parse(kv_budget, self._kv_policy)
         _check_arguments(n_ctx, flash_attn, kwargs)
+        kwargs.pop("swa_full", None)
         try:
             with prepared(self._kv_policy, budget):
-                super().__init__(model_path, n_ctx=n_ctx or 0, flash_attn=True, **kwargs)
+                super().__init__(model_path, n_ctx=n_ctx or 0, flash_attn=True, swa_full=False, **kwargs)
         except ValueError as e:
             if "llama_context" in str(e) and last_error():
                 raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {last_error()}") from None
@@ -110,6 +112,7 @@ class Llama(llama_cpp.Llama):
 
         Raises:
             ValueError: The tokens do not fit ``n_ctx``; nothing is evaluated then.
+            MemoryError: There is no memory for their entries; nothing is evaluated then.
             RuntimeError: ``n_tokens`` was set back to a place that the evicted cache cannot go back to, or an eviction
                 failed; the cache is then as it was.
         """
@@ -124,6 +127,7 @@ class Llama(llama_cpp.Llama):
         self._cut_back()
         if not is_prompt:
             self._make_room(len(tokens))
+        self._kv_store.reserve(int(self._kv_store.stats().n_entries) + len(tokens))
         super().eval(tokens)
         if is_prompt:
             self._evict_prompt()
@@ -230,6 +234,7 @@ class Llama(llama_cpp.Llama):
             bytes_peak=int(s.bytes_per_token * s.n_entries_peak),
             bytes_full=int(s.bytes_per_token * s.n_tokens),
             bytes_allocated=int(s.bytes_allocated),
+            bytes_allocated_peak=int(s.bytes_allocated_peak),
             bytes_store=int(s.bytes_store),
             evictions=int(s.n_evictions),
             seconds_score=float(s.seconds_score),
@@ -329,6 +334,8 @@ def _check_arguments(n_ctx: int | None, flash_attn: bool | None, kwargs: dict[st
         raise TypeError(f"flash_attn={flash_attn!r}: allowed are True and None")
     if flash_attn is not None and not flash_attn:
         raise ValueError(f"flash_attn={flash_attn!r}: kv_budget needs flash attention; leave it out or give True")
+    if kwargs.get("swa_full"):
+        raise ValueError("swa_full=True: with kv_budget, sliding-window layers hold their window; leave it out")
     if kwargs.get("embedding"):
         raise ValueError("embedding=True: embeddings use several sequences, kv_budget works with one; leave one out")
     if kwargs.get("vocab_only"):

@@ -20,8 +20,9 @@ class KVStats:
         bytes_now: Bytes of the entries held now.
         bytes_peak: Bytes of the most entries held at one time.
         bytes_full: Bytes that a cache without eviction would hold after ``tokens_seen``.
-        bytes_allocated: Bytes of the buffers that hold the entries. They are as large as ``n_ctx`` asks for: eviction
-            does not give memory back yet.
+        bytes_allocated: Bytes of the buffers that hold the entries: they grow with the prompt, and an eviction leaves
+            room for the budget and the slack.
+        bytes_allocated_peak: The most of them, old and new buffers of an eviction together.
         bytes_store: Bytes that eviction itself needs beside the cache (saved queries, Gram matrices).
         evictions: How many times entries were evicted.
         seconds_score: Time to score entries.
@@ -38,6 +39,7 @@ class KVStats:
     bytes_peak: int
     bytes_full: int
     bytes_allocated: int
+    bytes_allocated_peak: int
     bytes_store: int
     evictions: int
     seconds_score: float

@@ -134,6 +134,10 @@ class Store:
         """Evict down to ``budget`` entries per head; the cache is unchanged if this raises."""
         check(lib.criticalkv_evict(self._ctx, budget))
 
+    def reserve(self, n: int) -> None:
+        """Make room for ``n`` entries per head; MemoryError if there is none, and the cache is then as it was."""
+        check(lib.criticalkv_reserve(self._ctx, n))
+
     def stats(self) -> Any:
         """struct criticalkv_stats."""
         stats = ffi.new("struct criticalkv_stats *")

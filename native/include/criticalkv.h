@@ -93,6 +93,7 @@ struct criticalkv_stats {
     int64_t n_entries_peak;  /* the most that one head has held at the start of a decode, or now */
     int64_t bytes_entries;   /* bytes of K and V of all entries now */
     int64_t bytes_allocated; /* bytes of the K and V buffers as allocated */
+    int64_t bytes_allocated_peak; /* the most since the cache was last cleared, an eviction's copies included */
     int64_t bytes_per_token; /* bytes of K and V of one token, all layers, nothing evicted */
     int64_t bytes_store;     /* bytes of the store itself: saved queries and Gram matrices */
     int64_t n_evictions;     /* since the cache was last cleared, as are the times */
@@ -124,8 +125,8 @@ CRITICALKV_API struct criticalkv_params criticalkv_params_default(void);
 CRITICALKV_API int criticalkv_params_check(const struct criticalkv_params * params);
 
 /* The next context that this thread creates gets a store with these parameters (copied); NULL takes that back. When the
- * context cannot have one (recurrent, encoder-decoder, MLA, ALiBi, sliding-window models; no flash attention; quantized
- * cache; more than one sequence), creating it fails and criticalkv_last_error() says why. struct llama_context_params
+ * context cannot have one (recurrent, encoder-decoder, MLA, ALiBi models; no flash attention; more
+ * than one sequence), creating it fails and criticalkv_last_error() says why. struct llama_context_params
  * keeps its layout, which callers in other languages rely on; that is why the parameters do not travel in it. */
 CRITICALKV_API int criticalkv_prepare(const struct criticalkv_params * params);
 
@@ -136,6 +137,11 @@ CRITICALKV_API int criticalkv_check(struct llama_context * ctx);
 /* Evict now down to `budget` entries per head (window and sinks included). Fewer entries than that: nothing happens.
  * Waits for the graph in flight. The logits of the last decode stay readable. */
 CRITICALKV_API int criticalkv_evict(struct llama_context * ctx, int32_t budget);
+
+/* Make the memory of the cache hold n entries per head (0..n_ctx): it grows to that at once, where a decode would let it
+ * grow step by step, and gives back what an earlier, longer content left. Entries that are there stay. When memory runs
+ * out (CRITICALKV_ERR_MEMORY, the sentence says how much was asked for) the cache is as it was. */
+CRITICALKV_API int criticalkv_reserve(struct llama_context * ctx, int64_t n);
 
 CRITICALKV_API int criticalkv_get_stats(const struct llama_context * ctx, struct criticalkv_stats * stats);
 

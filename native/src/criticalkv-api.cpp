@@ -22,7 +22,7 @@ static store & store_of(const llama_context * ctx) {
     if (ctx == nullptr) {
         throw error(CRITICALKV_ERR_ARGUMENT, "ctx is NULL");
     }
-    auto * cache = dynamic_cast<llama_kv_cache *>(ctx->get_memory());
+    auto * cache = evictable_cache(ctx->get_memory());
     if (cache == nullptr || !cache->kv_store) {
         throw error(CRITICALKV_ERR_STATE, "the context was created without a store (see criticalkv_prepare)");
     }
@@ -65,6 +65,10 @@ int criticalkv_check(llama_context * ctx) {
 
 int criticalkv_evict(llama_context * ctx, int32_t budget) {
     return guarded([&] { store_of(ctx).evict(*ctx, budget); });
+}
+
+int criticalkv_reserve(llama_context * ctx, int64_t n) {
+    return guarded([&] { store_of(ctx).reserve(*ctx, n); });
 }
 
 int criticalkv_get_stats(const llama_context * ctx, criticalkv_stats * stats) {

@@ -13,7 +13,8 @@ namespace criticalkv {
 // Row indices of the ring for the last tokens of a ubatch.
 class input_query_rows : public llm_graph_input_i {
   public:
-    input_query_rows(store & owner, ggml_tensor * rows) : rows(rows), owner(owner) {}
+    input_query_rows(store & owner, ggml_tensor * rows) :
+        rows(rows), owner(owner), memory_version(owner.memory_version) {}
 
     void set_input(const llama_ubatch * ubatch) override {
         const int64_t        n = rows->ne[0];
@@ -27,13 +28,15 @@ class input_query_rows : public llm_graph_input_i {
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        return rows->ne[0] == std::min<int64_t>(owner.ring(), params.ubatch.n_tokens);
+        return memory_version == owner.memory_version &&
+               rows->ne[0] == std::min<int64_t>(owner.ring(), params.ubatch.n_tokens);
     }
 
     ggml_tensor * rows;  // I64 [min(ring, n_tokens)]
 
   private:
-    store & owner;
+    store &       owner;
+    const int64_t memory_version;  // of the store when the graph was built
 };
 
 static ggml_tensor * query_rows(store & owner, ggml_context * ctx, llm_graph_result * res, int64_t n) {

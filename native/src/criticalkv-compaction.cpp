@@ -1,13 +1,16 @@
-// Compaction: the kept rows of every head move to the front of the cache, bit for bit.
+// Compaction: the kept rows of every head move, bit for bit, to new memory with room for them and what generation adds
+// until the next eviction.
 //
-// Rows are gathered into staging buffers first; until all layers are gathered nothing in the cache has changed, so a
-// failure or an abort leaves it as it was. The staged rows are then copied to the front, which cannot fail.
+// Until all layers are gathered nothing in the cache has changed, so a failure or an abort leaves it as it was. The cache
+// then takes over the new memory and frees the old, which cannot fail (store::commit).
 
 #include "criticalkv-error.h"
 #include "criticalkv-graph.h"
 #include "criticalkv-store.h"
+#include "llama-kv-cells.h"
 
-#include <map>
+#include <algorithm>
+#include <cstring>
 
 namespace criticalkv {
 
@@ -25,43 +28,6 @@ static ggml_tensor * as_words(ggml_context * ctx, ggml_tensor * t, int64_t d, in
     return words;
 }
 
-// Staging tensors for all layers, one buffer per device.
-struct staging {
-    struct pair {
-        ggml_tensor * k;
-        ggml_tensor * v;
-    };
-
-    std::vector<ggml_context_ptr>        ctxs;
-    std::vector<ggml_backend_buffer_ptr> bufs;
-    std::vector<pair>                    tensors;  // [layer]
-};
-
-static staging allocate_staging(const std::vector<layer> & layers, int64_t rows) {
-    staging                                              s;
-    std::map<ggml_backend_buffer_type_t, ggml_context *> by_buft;
-    for (const layer & l : layers) {
-        ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(l.k->buffer);
-        if (by_buft.find(buft) == by_buft.end()) {
-            ggml_init_params init = {};
-            init.mem_size         = ggml_tensor_overhead() * 2 * layers.size();
-            init.no_alloc         = true;
-            s.ctxs.emplace_back(ggml_init(init));
-            by_buft[buft] = s.ctxs.back().get();
-        }
-        ggml_context * ctx = by_buft[buft];
-        s.tensors.push_back({ ggml_new_tensor_2d(ctx, l.k->type, l.k->ne[0], rows),
-                              ggml_new_tensor_2d(ctx, l.v->type, l.v->ne[0], rows) });
-    }
-    for (const auto & [buft, ctx] : by_buft) {
-        s.bufs.emplace_back(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
-        if (!s.bufs.back()) {
-            throw error(CRITICALKV_ERR_MEMORY, "no memory to stage " + std::to_string(rows) + " entries per head");
-        }
-    }
-    return s;
-}
-
 static void gather(graph & gr, ggml_tensor * from, ggml_tensor * to, int64_t d, int64_t n, ggml_tensor * slots) {
     ggml_context * ctx   = gr.ctx();
     const int64_t  heads = slots->ne[1];
@@ -69,36 +35,56 @@ static void gather(graph & gr, ggml_tensor * from, ggml_tensor * to, int64_t d, 
     ggml_build_forward_expand(gr.gf(), ggml_cpy(ctx, rows, as_words(ctx, to, d, slots->ne[0], heads)));
 }
 
-static void copy_to_front(ggml_tensor * from, ggml_tensor * cache) {
-    ggml_init_params init = {};
-    init.mem_size         = ggml_tensor_overhead();
-    init.no_alloc         = true;
-    ggml_context_ptr ctx(ggml_init(init));
-    ggml_tensor *    front = ggml_view_2d(ctx.get(), cache, from->ne[0], from->ne[1], cache->nb[1], 0);
-    ggml_backend_view_init(front);
-    ggml_backend_tensor_copy(from, front);
+// Words do not fit heads such as 96 numbers in q8_0 (102 bytes).
+static bool fits_words(const ggml_tensor * t, int64_t d) {
+    return ggml_row_size(t->type, d) % 4 == 0;
 }
 
-void store::compact(llama_context & lctx, const keep_lists & keep) {
-    const int64_t n      = n_entries();
-    const int64_t n_keep = (int64_t) keep[0][0].size();
-    const staging staged = allocate_staging(layers, n_keep);
-    for (size_t i = 0; i < layers.size(); ++i) {
-        const layer &        l = layers[i];
-        std::vector<int32_t> slots;
-        for (const std::vector<int32_t> & head : keep[i]) {
-            slots.insert(slots.end(), head.begin(), head.end());
+static void gather_on_host(const ggml_tensor * from, ggml_tensor * to, int64_t d,
+                           const std::vector<std::vector<int32_t>> & keep) {
+    const size_t head_bytes = ggml_row_size(from->type, d);
+    for (size_t head = 0; head < keep.size(); ++head) {
+        const char * source = (const char *) from->data + head * head_bytes;
+        char *       target = (char *) to->data + head * head_bytes;
+        for (const int32_t slot : keep[head]) {
+            std::memcpy(target, source + slot * from->nb[1], head_bytes);
+            target += to->nb[1];
         }
-        graph         gr(32);
-        ggml_tensor * in_slots = gr.input(GGML_TYPE_I32, n_keep, l.info.n_head_kv, slots.data());
-        gather(gr, l.k, staged.tensors[i].k, l.info.n_embd_k, n, in_slots);
-        gather(gr, l.v, staged.tensors[i].v, l.info.n_embd_v, n, in_slots);
-        gr.compute(lctx);
     }
+}
+
+static kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t capacity,
+                             const std::vector<std::vector<int32_t>> & keep) {
+    kv_rows rows = allocate_rows(l, capacity);
+    if (ggml_backend_buffer_is_host(rows.buf.get()) &&
+        !(fits_words(l.k, l.info.n_embd_k) && fits_words(l.v, l.info.n_embd_v))) {
+        gather_on_host(l.rows.k, rows.k, l.info.n_embd_k, keep);
+        gather_on_host(l.rows.v, rows.v, l.info.n_embd_v, keep);
+        return rows;
+    }
+    const int64_t        n_keep = (int64_t) keep[0].size();
+    std::vector<int32_t> slots;
+    for (const std::vector<int32_t> & head : keep) {
+        slots.insert(slots.end(), head.begin(), head.end());
+    }
+    graph         gr(32);
+    ggml_tensor * in_slots = gr.input(GGML_TYPE_I32, n_keep, l.info.n_head_kv, slots.data());
+    gather(gr, l.rows.k, rows.k, l.info.n_embd_k, n, in_slots);
+    gather(gr, l.rows.v, rows.v, l.info.n_embd_v, n, in_slots);
+    gr.compute(lctx);
+    return rows;
+}
+
+std::vector<kv_rows> store::compact(llama_context & lctx, const keep_lists & keep) {
+    const int64_t        capacity = evicted_capacity((int64_t) keep[0][0].size());
+    int64_t              bytes    = bytes_allocated();
+    std::vector<kv_rows> rows;
     for (size_t i = 0; i < layers.size(); ++i) {
-        copy_to_front(staged.tensors[i].k, layers[i].k);
-        copy_to_front(staged.tensors[i].v, layers[i].v);
+        rows.push_back(compact_layer(lctx, layers[i], n_entries(), capacity, keep[i]));
+        bytes += rows.back().bytes();
+        note_allocated(bytes);
     }
+    return rows;
 }
 
 }  // namespace criticalkv

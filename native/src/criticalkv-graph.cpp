@@ -2,6 +2,8 @@
 
 #include "criticalkv-error.h"
 
+#include <numeric>
+
 namespace criticalkv {
 
 graph::graph(size_t max_nodes) {
@@ -20,6 +22,12 @@ ggml_tensor * graph::input(ggml_type type, int64_t ne0, int64_t ne1, const void 
     ggml_set_input(t);
     inputs.push_back({ t, data });
     return t;
+}
+
+ggml_tensor * graph::range(int32_t first, int64_t n) {
+    ranges.emplace_back(n);
+    std::iota(ranges.back().begin(), ranges.back().end(), first);
+    return input(GGML_TYPE_I32, n, 1, ranges.back().data());
 }
 
 void graph::output(ggml_tensor * t) {

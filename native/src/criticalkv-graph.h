@@ -4,6 +4,7 @@
 #include "ggml-cpp.h"
 #include "llama-context.h"
 
+#include <list>
 #include <vector>
 
 namespace criticalkv {
@@ -22,6 +23,9 @@ class graph {
     ggml_tensor * input(ggml_type type, int64_t ne0, int64_t ne1, const void * data);
     void          output(ggml_tensor * t);
 
+    // I32 [n]: first, first + 1, ...
+    ggml_tensor * range(int32_t first, int64_t n);
+
     // Runs on the context's own scheduler, as K-shift does; returns when the outputs can be read.
     // Throws error(CRITICALKV_ERR_MEMORY or CRITICALKV_ERR_COMPUTE).
     void compute(llama_context & lctx);
@@ -34,6 +38,8 @@ class graph {
     ggml_context_ptr         context;
     ggml_cgraph *            cgraph;
     std::vector<graph_input> inputs;
+
+    std::list<std::vector<int32_t>> ranges;  // a list, because inputs point into its vectors
 };
 
 // Host tensor content, f32.

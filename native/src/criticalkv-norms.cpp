@@ -5,7 +5,6 @@
 #include "criticalkv-l1-cpu.h"
 
 #include <algorithm>
-#include <numeric>
 
 namespace criticalkv {
 
@@ -15,9 +14,10 @@ static constexpr int64_t HEADS_PER_GRAPH = 32;
 static constexpr size_t  MAX_NODES       = 512;
 static constexpr int64_t L1_COLUMNS      = 256;  // entries projected at once without the fused op
 
-// Rows [0, n) of one KV head of a cache tensor: [d, n], strided.
-ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, int64_t n, int32_t head) {
-    return ggml_view_2d(ctx, cache, d, n, cache->nb[1], ggml_row_size(cache->type, d) * head);
+ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, int32_t head, int64_t first, int64_t n) {
+    const size_t  offset = first * cache->nb[1] + head * ggml_row_size(cache->type, d);
+    ggml_tensor * rows   = ggml_view_2d(gr.ctx(), cache, d, n, cache->nb[1], offset);
+    return ggml_is_quantized(cache->type) ? ggml_get_rows(gr.ctx(), rows, gr.range(0, n)) : rows;
 }
 
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
@@ -39,7 +39,24 @@ static bool can_get_rows(const ggml_tensor * wo, ggml_tensor * get_rows) {
     return dev == nullptr || ggml_backend_dev_supports_op(dev, get_rows);
 }
 
-static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, bool turned) {
+// W_O as f32 [n_embd_v * n_head, n_embd].
+static ggml_tensor * dequantized_wo(graph & gr, const layer & l, std::vector<float> & identity) {
+    ggml_context * ctx  = gr.ctx();
+    const int64_t  n    = l.wo->ne[0];
+    ggml_tensor *  rows = ggml_get_rows(ctx, l.wo, gr.range(0, l.wo->ne[1]));
+    if (can_get_rows(l.wo, rows)) {
+        return rows;
+    }
+    identity.assign(n * n, 0.0f);
+    for (int64_t i = 0; i < n; ++i) {
+        identity[i * n + i] = 1.0f;
+    }
+    return ggml_cont(ctx, ggml_transpose(ctx, matmul(ctx, l.wo, gr.input(GGML_TYPE_F32, n, n, identity.data()))));
+}
+
+// W_O for values as the cache holds them: the model's weights, with its adapters, after the inverse of the cache's
+// rotation.
+static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::vector<lora_part> & loras, bool turned) {
     unpacked_wo u;
     u.turned              = turned;
     ggml_init_params init = {};
@@ -47,28 +64,27 @@ static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, bool turned)
     init.no_alloc         = true;
     u.ctx.reset(ggml_init(init));
     u.w = ggml_new_tensor_2d(u.ctx.get(), GGML_TYPE_F32, l.wo->ne[turned ? 1 : 0], l.wo->ne[turned ? 0 : 1]);
-    u.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(u.ctx.get(), ggml_backend_buffer_get_type(l.v->buffer)));
+    u.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(u.ctx.get(), l.buft));
     if (!u.buf) {
         throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(ggml_nbytes(u.w)) + " bytes of W_O");
     }
 
-    graph                gr(MAX_NODES);
-    const int64_t        n = l.wo->ne[0];
-    std::vector<int32_t> rows(l.wo->ne[1]);
-    std::vector<float>   identity;
-    std::iota(rows.begin(), rows.end(), 0);
-    ggml_tensor * w = ggml_get_rows(gr.ctx(), l.wo, gr.input(GGML_TYPE_I32, l.wo->ne[1], 1, rows.data()));
-    if (can_get_rows(l.wo, w)) {
-        w = turned ? ggml_transpose(gr.ctx(), w) : w;
-    } else {
-        identity.assign(n * n, 0.0f);
-        for (int64_t i = 0; i < n; ++i) {
-            identity[i * n + i] = 1.0f;
-        }
-        w = matmul(gr.ctx(), l.wo, gr.input(GGML_TYPE_F32, n, n, identity.data()));
-        w = turned ? w : ggml_transpose(gr.ctx(), w);
+    graph              gr(MAX_NODES);
+    ggml_context *     ctx = gr.ctx();
+    std::vector<float> identity;
+    ggml_tensor *      w = dequantized_wo(gr, l, identity);
+    for (const lora_part & lora : loras) {
+        ggml_tensor * a    = ggml_cont(ctx, ggml_transpose(ctx, to_f32(ctx, lora.a)));  // [rank, n_embd_v * n_head]
+        ggml_tensor * part = matmul(ctx, a, to_f32(ctx, lora.b));
+        w                  = ggml_add(ctx, w, ggml_scale(ctx, part, lora.scale));
     }
-    ggml_build_forward_expand(gr.gf(), ggml_cpy(gr.ctx(), w, u.w));
+    if (l.v_rotation != nullptr) {
+        ggml_tensor * rotation = gr.input(GGML_TYPE_F32, V_ROTATION, V_ROTATION, l.v_rotation->data());
+        ggml_tensor * blocks   = ggml_reshape_2d(ctx, w, V_ROTATION, ggml_nelements(w) / V_ROTATION);
+        w                      = ggml_reshape_2d(ctx, matmul(ctx, rotation, blocks), w->ne[0], w->ne[1]);
+    }
+    w = turned ? ggml_transpose(ctx, w) : w;
+    ggml_build_forward_expand(gr.gf(), ggml_cpy(ctx, w, u.w));
     gr.compute(lctx);
     return u;
 }
@@ -101,18 +117,21 @@ static void compute_gram(llama_context & lctx, const layer & l, const unpacked_w
     }
 }
 
-unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l) {
+unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l,
+                          const std::vector<lora_part> & loras) {
     if (params.norm == CRITICALKV_NORM_L1) {
         // the fused op reads W_O turned, and the cache from the host
-        return unpack_wo(lctx, l, ggml_backend_buffer_is_host(l.v->buffer));
+        return unpack_wo(lctx, l, loras, ggml_backend_buft_is_host(l.buft));
     }
-    if (!l.has_gram) {
-        const unpacked_wo wo = unpack_wo(lctx, l, false);
+    if (!l.has_gram || l.gram_loras != loras) {
+        l.has_gram           = false;
+        const unpacked_wo wo = unpack_wo(lctx, l, loras, false);
         const int64_t     g  = params.norm == CRITICALKV_NORM_GRAM ? l.info.n_head / l.info.n_head_kv : 1;
         for (int64_t i = 0; i < l.gram->ne[2]; ++i) {
             compute_gram(lctx, l, wo, i, i * g, g);
         }
-        l.has_gram = true;
+        l.has_gram   = true;
+        l.gram_loras = loras;
     }
     return {};
 }
@@ -135,7 +154,7 @@ static void norms_by_gram(llama_context & lctx, const layer & l, int32_t head, i
     for (int64_t done = 0; done < count; done += HEADS_PER_GRAPH) {
         graph          gr(MAX_NODES);
         ggml_context * ctx    = gr.ctx();
-        ggml_tensor *  v      = to_f32(ctx, head_view(ctx, l.v, d, n, head));
+        ggml_tensor *  v      = to_f32(ctx, head_rows(gr, l.rows.v, d, head, 0, n));
         ggml_tensor *  one    = gr.input(GGML_TYPE_F32, d, 1, ones.data());
         ggml_tensor *  sum    = nullptr;
         const int64_t  before = std::min(done + HEADS_PER_GRAPH, count);
@@ -157,7 +176,7 @@ static void norms_l1_fused(llama_context & lctx, const layer & l, const unpacked
                            float * out) {
     graph         gr(MAX_NODES);
     const int     g    = l.info.n_head / l.info.n_head_kv;
-    ggml_tensor * v    = to_f32(gr.ctx(), head_view(gr.ctx(), l.v, l.info.n_embd_v, n, head));
+    ggml_tensor * v    = to_f32(gr.ctx(), head_rows(gr, l.rows.v, l.info.n_embd_v, head, 0, n));
     ggml_tensor * norm = l1_norm_cpu(gr.ctx(), v, wo.w, head * g, g);
     gr.output(norm);
     gr.compute(lctx);
@@ -175,11 +194,10 @@ static void norms_l1_standard(llama_context & lctx, const layer & l, const unpac
         const int64_t width = std::min(L1_COLUMNS, n - c);
         for (int64_t done = 0; done < g; done += HEADS_PER_GRAPH) {
             graph          gr(MAX_NODES);
-            ggml_context * ctx   = gr.ctx();
-            ggml_tensor *  cache = head_view(ctx, l.v, d, n, head);
-            ggml_tensor *  v     = to_f32(ctx, ggml_view_2d(ctx, cache, d, width, cache->nb[1], c * cache->nb[1]));
-            ggml_tensor *  one   = gr.input(GGML_TYPE_F32, wo.w->ne[1], 1, ones.data());
-            ggml_tensor *  sum   = nullptr;
+            ggml_context * ctx = gr.ctx();
+            ggml_tensor *  v   = to_f32(ctx, head_rows(gr, l.rows.v, d, head, c, width));
+            ggml_tensor *  one = gr.input(GGML_TYPE_F32, wo.w->ne[1], 1, ones.data());
+            ggml_tensor *  sum = nullptr;
             for (int64_t h = head * g + done; h < head * g + std::min(done + HEADS_PER_GRAPH, g); ++h) {
                 ggml_tensor * block = ggml_view_2d(ctx, wo.w, d, wo.w->ne[1], wo.w->nb[1], h * d * sizeof(float));
                 ggml_tensor * norm  = matmul(ctx, ggml_abs(ctx, matmul(ctx, block, v)), one);  // [width]

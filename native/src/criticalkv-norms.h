@@ -1,6 +1,7 @@
 // Projected value norms N[i] = mean over the query heads h of a KV head of |v[i] W_h|, in the norms of criticalkv.h.
 #pragma once
 
+#include "criticalkv-graph.h"
 #include "criticalkv-store.h"
 
 namespace criticalkv {
@@ -15,14 +16,18 @@ struct unpacked_wo {
 
 // What the norms of one layer need: the layer's Gram matrices, filled at the first call, or for L1 the unpacked W_O,
 // which lives as long as the result.
-unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l);
+unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l,
+                          const std::vector<lora_part> & loras);
 
 // Norms of the first n entries of a KV head, to out[n].
 void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
                  int32_t head, int64_t n, float * out);
 
 // ggml building blocks that the attention scores share.
-ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, int64_t n, int32_t head);
+//
+// Rows [first, first + n) of one KV head: [d, n]. Numbers of quantized caches are dequantized: products with the
+// quantized rows themselves would round the other side too.
+ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, int32_t head, int64_t first, int64_t n);
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b);
 
 }  // namespace criticalkv

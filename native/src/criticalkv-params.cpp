@@ -42,6 +42,10 @@ void check_params(const criticalkv_params & p) {
     require(p.budget == 0 || p.budget >= least_budget(p), "budget", p.budget, "0, or at least window + sinks + 1");
 }
 
+bool store_is_prepared() {
+    return has_prepared_params;
+}
+
 const criticalkv_params * take_prepared_params() {
     const bool had      = has_prepared_params;
     has_prepared_params = false;

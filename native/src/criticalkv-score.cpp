@@ -7,6 +7,7 @@
 #include "criticalkv-graph.h"
 #include "criticalkv-norms.h"
 #include "criticalkv-store.h"
+#include "llama-adapter.h"
 #include "llama-kv-cells.h"
 
 #include <algorithm>
@@ -61,7 +62,7 @@ static ggml_tensor * observed_attention(graph & gr, const layer & l, const obser
     q               = ggml_view_3d(ctx, q, d, o.m, b.count, q->nb[1], d * sizeof(float), b.first * d * sizeof(float));
     q               = ggml_reshape_2d(ctx, ggml_cont(ctx, q), d, o.m * b.count);
 
-    ggml_tensor * logits = matmul(ctx, head_view(ctx, l.k, d, o.n, b.kv_head), q);
+    ggml_tensor * logits = matmul(ctx, head_rows(gr, l.rows.k, d, b.kv_head, 0, o.n), q);
     float         scale  = l.info.scale;
     if (l.info.softcap != 0.0f) {
         logits = ggml_tanh(ctx, ggml_scale(ctx, logits, scale / l.info.softcap));
@@ -125,6 +126,16 @@ static void check_finite(const std::vector<float> & scores, int32_t il) {
     }
 }
 
+std::vector<lora_part> store::loras_of(const llama_context & lctx, const layer & l) const {
+    std::vector<lora_part> parts;
+    for (const auto & [adapter, scale] : *lctx.loras) {
+        if (const llama_adapter_lora_weight * weight = adapter->get_weight(l.wo)) {
+            parts.push_back({ weight->a, weight->b, weight->get_scale(adapter->alpha, scale) });
+        }
+    }
+    return parts;
+}
+
 layer_scores store::compute_scores(llama_context & lctx, layer & l) {
     const std::vector<int32_t> queries = window_queries();
     observation                o       = {};
@@ -148,7 +159,7 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
     o.ones.assign(MAX_ROWS, 1.0f);
 
     const bool  with_norm = params.value == CRITICALKV_VALUE_CRITICAL;
-    unpacked_wo wo        = with_norm ? prepare_norms(lctx, params, l) : unpacked_wo();
+    unpacked_wo wo        = with_norm ? prepare_norms(lctx, params, l, loras_of(lctx, l)) : unpacked_wo();
 
     layer_scores out;
     out.attn.resize((size_t) (l.info.n_head_kv * o.n_before));

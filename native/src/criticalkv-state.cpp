@@ -5,6 +5,7 @@
 
 #include "criticalkv-error.h"
 #include "criticalkv-store.h"
+#include "llama-context.h"
 #include "llama-io.h"
 #include "llama-kv-cells.h"
 
@@ -149,6 +150,7 @@ void store::check_loaded(const loaded_state & state) const {
 }
 
 void store::state_read(llama_io_read_i & io) {
+    owner.synchronize();
     loaded.reset();
     auto state = std::make_unique<loaded_state>();
     io.read(&state->header, sizeof(state->header));
@@ -164,6 +166,10 @@ void store::state_read(llama_io_read_i & io) {
         io.read(state->queries.back().data(), ggml_nbytes(l.queries));
     }
     check_loaded(*state);
+    const int64_t needed = padded(state->header.n_entries);
+    if (capacity() < needed) {
+        resize(needed);
+    }
     loaded = std::move(state);
 }
 

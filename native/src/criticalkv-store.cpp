@@ -5,11 +5,7 @@
 #include "criticalkv-selection.h"
 #include "llama-context.h"
 #include "llama-impl.h"
-#include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache.h"
-#include "llama-memory-hybrid-iswa.h"
-#include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
 #include <algorithm>
@@ -17,72 +13,10 @@
 
 namespace criticalkv {
 
-// ---- which memories can have a store ---------------------------------------------------------------------------------
+// ---- creation --------------------------------------------------------------------------------------------------------
 
-static const char * refuse_memory(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams) {
-    const llama_hparams & hparams = model.hparams;
-    if (memory == nullptr) {
-        return "the model has no KV cache (encoder only, or a diffusion model)";
-    }
-    if (llama_model_has_encoder(&model)) {
-        return "encoder-decoder models are not supported";
-    }
-    if (dynamic_cast<llama_memory_recurrent *>(memory) != nullptr) {
-        return "the model is recurrent: its memory has a fixed size and no entries to evict";
-    }
-    if (dynamic_cast<llama_memory_hybrid *>(memory) != nullptr ||
-        dynamic_cast<llama_memory_hybrid_iswa *>(memory) != nullptr) {
-        return "hybrid models (attention and recurrent layers) are not supported yet";
-    }
-    if (hparams.is_mla()) {
-        return "models with multi-head latent attention (MLA) are not supported";
-    }
-    if (dynamic_cast<llama_kv_cache_iswa *>(memory) != nullptr || hparams.swa_type != LLAMA_SWA_TYPE_NONE) {
-        return "models with sliding-window layers are not supported yet";
-    }
-    if (dynamic_cast<llama_kv_cache *>(memory) == nullptr) {
-        return "the model's kind of cache is not supported";
-    }
-    if (hparams.use_alibi || hparams.f_max_alibi_bias > 0.0f) {
-        return "models with ALiBi positions are not supported";
-    }
-    if (hparams.n_pos_per_embd() > 1) {
-        return "models with more than one position per token (M-RoPE) are not supported";
-    }
-    if (hparams.ple_n_heads > 0) {
-        return "models whose embeddings read earlier tokens from the cache are not supported";
-    }
-    if (!cparams.causal_attn) {
-        return "attention is not causal";
-    }
-    if (cparams.n_seq_max != 1 || cparams.kv_unified) {
-        return "only one sequence per context is supported (n_seq_max must be 1, kv_unified false)";
-    }
-    if (!cparams.flash_attn || cparams.auto_fa) {
-        return "flash attention must be on (flash_attn=True), and the model must support it";
-    }
-    return nullptr;
-}
-
-static const char * refuse_layer(const layer & l) {
-    for (const ggml_tensor * t : { l.k, l.v }) {
-        if (t == nullptr) {
-            return "a layer has no V of its own";
-        }
-        if (t->type != GGML_TYPE_F16 && t->type != GGML_TYPE_F32 && t->type != GGML_TYPE_BF16) {
-            return "the cache type must be f16, bf16 or f32 (type_k, type_v); quantized caches are not supported yet";
-        }
-    }
-    if (l.info.n_head % l.info.n_head_kv != 0) {
-        return "query heads are not a multiple of KV heads";
-    }
-    if (ggml_row_size(l.k->type, l.info.n_embd_k) % 4 != 0 || ggml_row_size(l.v->type, l.info.n_embd_v) % 4 != 0) {
-        return "the head size is odd";
-    }
-    return nullptr;
-}
-
-void store::attach(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams) {
+void store::attach(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams,
+                   llama_context & owner) {
     const criticalkv_params * params = take_prepared_params();
     if (params == nullptr) {
         return;
@@ -91,8 +25,8 @@ void store::attach(llama_memory_i * memory, const llama_model & model, const lla
         if (const char * why = refuse_memory(memory, model, cparams)) {
             throw error(CRITICALKV_ERR_UNSUPPORTED, std::string(why) + " [" + model.arch_name() + "]");
         }
-        auto & cache   = dynamic_cast<llama_kv_cache &>(*memory);
-        cache.kv_store = std::make_shared<store>(cache, model, cparams, *params);
+        llama_kv_cache & cache = *evictable_cache(memory);
+        cache.kv_store         = std::make_shared<store>(cache, model, cparams, *params, owner);
     } catch (const error & e) {
         set_last_error(e.what());
         throw;
@@ -100,43 +34,53 @@ void store::attach(llama_memory_i * memory, const llama_model & model, const lla
 }
 
 store::store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
-             const criticalkv_params & params) : cache(cache), model(model), params(params), budget(params.budget) {
+             const criticalkv_params & params, llama_context & owner) :
+    cache(cache), model(model), owner(owner), params(params), budget(params.budget) {
     query_pos.assign(ring(), -1);
     for (const auto & from : cache.layers) {
         layer l          = {};
         l.il             = (int32_t) from.il;
         l.k              = from.k;
         l.v              = from.v;
+        l.k_stream       = from.k_stream[0];
+        l.v_stream       = from.v_stream[0];
+        l.buft           = cparams.offload_kqv ? ggml_backend_dev_buffer_type(model.dev_layer(l.il)) :
+                                                 ggml_backend_cpu_buffer_type();
         l.info.n_head    = (int32_t) model.hparams.n_head(from.il);
         l.info.n_head_kv = (int32_t) model.hparams.n_head_kv(from.il);
         l.info.n_embd_k  = (int32_t) model.hparams.n_embd_head_k(from.il);
         l.info.n_embd_v  = (int32_t) model.hparams.n_embd_head_v(from.il);
         l.kept.resize(l.info.n_head_kv);
+        if (cache.attn_rot_v) {
+            l.v_rotation = &cache.attn_rot_hadamard.at(V_ROTATION);
+        }
         if (const char * why = refuse_layer(l)) {
             throw error(CRITICALKV_ERR_UNSUPPORTED, why);
         }
-        layers.push_back(l);
+        layers.push_back(std::move(l));
     }
-    if (layers.empty() || cache.map_layer_ids.size() != cache.layers.size() || cache.other != nullptr) {
+    if (layers.empty()) {
+        throw error(CRITICALKV_ERR_UNSUPPORTED, "every layer has a sliding window, which already bounds the cache");
+    }
+    if (cache.map_layer_ids.size() != cache.layers.size() || cache.other != nullptr) {
         throw error(CRITICALKV_ERR_UNSUPPORTED, "models whose layers share a cache are not supported");
     }
-    allocate(model, cparams.offload_kqv);
+    allocate();
+    resize(padded(1));
 }
 
-void store::allocate(const llama_model & model, bool offload) {
+void store::allocate() {
     std::map<ggml_backend_buffer_type_t, ggml_context *> by_buft;
     const bool with_gram = params.value == CRITICALKV_VALUE_CRITICAL && params.norm != CRITICALKV_NORM_L1;
     for (layer & l : layers) {
-        ggml_backend_buffer_type_t buft =
-            offload ? ggml_backend_dev_buffer_type(model.dev_layer(l.il)) : ggml_backend_cpu_buffer_type();
-        if (by_buft.find(buft) == by_buft.end()) {
+        if (by_buft.find(l.buft) == by_buft.end()) {
             ggml_init_params init = {};
             init.mem_size         = ggml_tensor_overhead() * 2 * layers.size();
             init.no_alloc         = true;
             buffers.emplace_back(ggml_context_ptr(ggml_init(init)), nullptr);
-            by_buft[buft] = buffers.back().first.get();
+            by_buft[l.buft] = buffers.back().first.get();
         }
-        ggml_context * ctx = by_buft[buft];
+        ggml_context * ctx = by_buft[l.buft];
         l.queries          = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, l.info.n_embd_k * l.info.n_head, ring());
         ggml_format_name(l.queries, "criticalkv_queries_l%d", l.il);
         if (with_gram) {
@@ -236,8 +180,9 @@ criticalkv_stats store::stats() const {
     s.n_entries_peak   = std::max(entries_peak, n_entries());
     for (const layer & l : layers) {
         s.bytes_per_token += (int64_t) (ggml_row_size(l.k->type, l.k->ne[0]) + ggml_row_size(l.v->type, l.v->ne[0]));
-        s.bytes_allocated += (int64_t) (ggml_nbytes(l.k) + ggml_nbytes(l.v));
     }
+    s.bytes_allocated      = bytes_allocated();
+    s.bytes_allocated_peak = bytes_peak;
     s.bytes_entries = s.bytes_per_token * s.n_entries;
     for (const auto & [ctx, buf] : buffers) {
         s.bytes_store += (int64_t) ggml_backend_buffer_get_size(buf.get());
@@ -247,7 +192,7 @@ criticalkv_stats store::stats() const {
 
 // ---- clearing and cutting back ---------------------------------------------------------------------------------------
 
-void store::on_clear() {
+void store::on_clear(bool data) {
     std::fill(query_pos.begin(), query_pos.end(), -1);
     for (layer & l : layers) {
         for (auto & head : l.kept) {
@@ -259,11 +204,35 @@ void store::on_clear() {
     tail_start   = 0;
     budget       = params.budget;
     entries_peak = 0;
+    bytes_peak   = bytes_allocated();
     counters     = {};
+    for (const layer & l : layers) {
+        if (data) {
+            ggml_backend_buffer_clear(l.rows.buf.get(), 0);
+        }
+    }
 }
 
 void store::clear_cache() {
     cache.clear(false);
+}
+
+// p0, p1 within [0, end of the sequence], p0 < p1.
+bool store::can_remove(int32_t p0, int32_t p1) const {
+    const int32_t end = n_positions();
+    return !evicted || (p0 == 0 && p1 == end) || (p0 >= tail_start && p1 == end);
+}
+
+// The token that comes next at p0 sees the n_swa - 1 positions before; what slid out of the window is gone.
+bool store::can_remove(const llama_kv_cache & swa, int32_t seq_id, int32_t p0, int32_t p1) const {
+    const int32_t end = n_positions();
+    p0                = std::max(p0, 0);
+    p1                = p1 < 0 ? end : std::min(p1, end);
+    if (seq_id > 0 || p0 >= p1) {
+        return true;
+    }
+    const bool slid = p0 > 0 && swa.seq_pos_min(0) > std::max(0, p0 - (int32_t) swa.n_swa + 1);
+    return can_remove(p0, p1) && !slid;
 }
 
 bool store::on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
@@ -272,18 +241,16 @@ bool store::on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     }
     const int32_t end = n_positions();
     p0                = std::max(p0, 0);
-    if (p1 < 0 || p1 > end) {
-        p1 = end;
-    }
+    p1                = p1 < 0 ? end : std::min(p1, end);
     if (p0 >= p1) {
         return true;  // nothing there
     }
-    if (p0 == 0 && p1 == end) {
-        on_clear();
-        return true;
-    }
-    if (evicted && (p0 < tail_start || p1 < end)) {
+    if (!can_remove(p0, p1)) {
         return false;
+    }
+    if (p0 == 0 && p1 == end) {
+        on_clear(false);
+        return true;
     }
     for (layer & l : layers) {
         for (auto & head : l.kept) {
@@ -296,13 +263,6 @@ bool store::on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
         }
     }
     return true;
-}
-
-// llama.cpp's 256 keeps graphs the same for longer and suits GPU kernels. Flash attention on the CPU gives each thread an
-// equal share of the slots, empty ones included, so at a small budget a finer padding is faster. Before an eviction the
-// padding stays: another split of the slots would round differently than the cache without a budget.
-uint32_t store::kv_padding() const {
-    return evicted && ggml_backend_buffer_is_host(layers[0].k->buffer) ? 64 : 256;
 }
 
 bool store::refuse_operation(const char * operation) {
@@ -459,13 +419,17 @@ store::kept_positions store::positions_of(const keep_lists & keep) const {
 // Puts the new slots in force. A slot of the cells stands for all heads. In the tail, which every head holds in full, it
 // has its true position; the slots before take stand-ins, the positions just below the tail. So all kept slots stay
 // visible to every later query, and the sequence ends where it did, also after it is cut back to the tail's start.
-void store::commit(kept_positions kept) {
+void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
     tail_start = std::max(tail_start, n_positions() - params.window);
     evicted    = true;
     evicted_at = n_positions();
+    const int64_t before = bytes_allocated();
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].kept = std::move(kept[i]);
+        adopt_rows(layers[i], std::move(rows[i]));
     }
+    memory_version += 1;
+    return_freed_memory(before);
     const std::vector<int32_t> & first   = layers[0].kept[0];
     const auto                   tail    = std::lower_bound(first.begin(), first.end(), tail_start);
     const int32_t                n_below = (int32_t) (tail - first.begin());
@@ -482,8 +446,8 @@ void store::run_eviction(llama_context & lctx, int32_t new_budget) {
     const keep_lists keep = choose(lctx, new_budget);
     const int64_t    t0   = ggml_time_us();
     kept_positions   kept = positions_of(keep);
-    compact(lctx, keep);
-    commit(std::move(kept));
+    std::vector<kv_rows> rows = compact(lctx, keep);
+    commit(std::move(kept), std::move(rows));
     counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;
     counters.n_evictions += 1;
 }

@@ -6,6 +6,7 @@
 // the rest.
 #pragma once
 
+#include "criticalkv-memory.h"
 #include "criticalkv.h"
 
 #include "ggml-cpp.h"
@@ -27,14 +28,38 @@ struct llama_ubatch;
 
 namespace criticalkv {
 
+// Whether the next context of this thread gets a store: its cache then leaves the memory of K and V to the store.
+bool store_is_prepared();
+
+// A low-rank part of W_O from a LoRA adapter: W_O + scale * b a.
+struct lora_part {
+    ggml_tensor * a;  // [n_embd_v * n_head, rank]
+    ggml_tensor * b;  // [rank, n_embd]
+    float         scale;
+
+    bool operator==(const lora_part & o) const { return a == o.a && b == o.b && scale == o.scale; }
+};
+
+constexpr int64_t V_ROTATION = 64;
+
 // One layer that has a cache.
 struct layer {
     int32_t               il   = -1;  // in the model
     criticalkv_layer_info info = {};
 
-    ggml_tensor * k     = nullptr;  // [n_embd_k * n_head_kv, slots], owned by the cache
-    ggml_tensor * v     = nullptr;  // [n_embd_v * n_head_kv, slots], owned by the cache
+    ggml_tensor * k        = nullptr;  // [n_embd_k * n_head_kv, n_ctx], owned by the cache
+    ggml_tensor * v        = nullptr;  // [n_embd_v * n_head_kv, n_ctx], owned by the cache
+    ggml_tensor * k_stream = nullptr;  // views of all of k and v, owned by the cache
+    ggml_tensor * v_stream = nullptr;
+    kv_rows       rows;  // the memory behind them
+
+    ggml_backend_buffer_type_t buft = nullptr;  // where the layer's memory is
+
     ggml_tensor * wo    = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
+    // Orthonormal Hadamard matrix [V_ROTATION, V_ROTATION], its own inverse, by which quantized caches rotate each
+    // V_ROTATION numbers of a value (llama.cpp's attn_rot_v); nullptr: values are as the model made them
+    const std::vector<float> * v_rotation = nullptr;
+
     ggml_tensor * sinks = nullptr;  // [n_head] sink logits or nullptr, owned by the model
     // F32 [n_embd_k * n_head, ring]: the query of position p in row p % ring
     ggml_tensor * queries = nullptr;
@@ -42,13 +67,21 @@ struct layer {
     ggml_tensor * gram = nullptr;
 
     bool        captured = false;  // a graph with this layer's attention was built
-    bool        has_gram = false;  // gram has been computed
+    bool        has_gram = false;  // gram has been computed, with gram_loras
+    std::vector<lora_part> gram_loras;
     std::string refused;           // why this layer cannot be scored, "" if it can
 
     // Original positions of the slots that evictions have left, per KV head, ascending. Later slots hold one position for
     // all heads, which the cells of the cache know. Empty before the first eviction.
     std::vector<std::vector<int32_t>> kept;
 };
+
+// Why a memory or a layer cannot have a store, or nullptr. (criticalkv-support.cpp)
+const char * refuse_memory(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams);
+const char * refuse_layer(const layer & l);
+
+// The cache in a memory that can be evicted: the memory itself, its global half (iSWA), its attention part (hybrid).
+llama_kv_cache * evictable_cache(llama_memory_i * memory);
 
 // Scores of one layer: [n_head_kv][n - window], row by row.
 struct layer_scores {
@@ -91,21 +124,29 @@ class store {
 
     // After a context made its memory: gives the cache a store if this thread prepared parameters for one.
     // Throws error when the memory cannot have one.
-    static void attach(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams);
+    static void attach(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams,
+                       llama_context & owner);
 
     // In build_attn: add the nodes that save the last queries to the graph of `res`.
     void capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
                  const attention_call & call);
 
-    // Everything was removed from the cache.
-    void on_clear();
+    // Everything was removed from the cache; `data`: its memory shall be zeroed too.
+    void on_clear(bool data);
 
     // Positions [p0, p1) of a sequence (-1: any) are about to be removed; false: this cannot be done exactly, leave the
     // cache alone.
     bool on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1);
 
+    // Of a cache whose other half slides (iSWA): whether positions [p0, p1) can be removed from both.
+    bool can_remove(const llama_kv_cache & swa, int32_t seq_id, int32_t p0, int32_t p1) const;
+
     // The number of slots that attention reads is a multiple of this.
     uint32_t kv_padding() const;
+
+    // A ubatch got its slots, of which attention will read the first n_kv: makes the memory for them. False: there is
+    // none, and the cache is as it was.
+    bool make_room(int64_t n_kv);
 
     // For operations that would make the kept positions wrong (shifting, copying sequences): logs an error, returns true.
     bool refuse_operation(const char * operation);
@@ -122,9 +163,10 @@ class store {
     // ---- for the C API -----------------------------------------------------------------------------------------------
 
     store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
-          const criticalkv_params & params);
+          const criticalkv_params & params, llama_context & owner);
 
     void                 check_layers() const;
+    void                 reserve(llama_context & lctx, int64_t n);
     void                 evict(llama_context & lctx, int32_t budget);
     layer_scores         scores(llama_context & lctx, int32_t il);
     criticalkv_stats     stats() const;
@@ -139,6 +181,9 @@ class store {
 
     // Does what was asked for; false after a failure, which the caller of evict() or scores() then gets.
     bool run_request(llama_context & lctx);
+
+    // Changes with the memory behind K and V: a graph built under another version must not be used again.
+    int64_t memory_version = 0;
 
     // Called by the input of a captured graph: the query of `pos` is being written to its row of the ring.
     void note_query(int32_t pos);
@@ -173,21 +218,30 @@ class store {
     int32_t                n_entries() const;
     int32_t                n_positions() const;
     std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
-    void                   clear_cache();           // metadata only
+    bool                   can_remove(int32_t p0, int32_t p1) const;
+    void                   clear_cache();  // metadata only
+    int64_t                capacity() const;         // entries per head that all layers have room for
+    int64_t                padded(int64_t n) const;  // rows of memory for n entries
+    int64_t                evicted_capacity(int64_t n_keep) const;
+    int64_t                bytes_allocated() const;
+    void                   note_allocated(int64_t bytes);
+    void                   resize(int64_t capacity);
     state_header           make_header() const;
     void                   check_loaded(const loaded_state & state) const;
-    void                   allocate(const llama_model & model, bool offload);
+    void                   allocate();
     void                   run(llama_context & lctx, const request & what);
 
+    std::vector<lora_part> loras_of(const llama_context & lctx, const layer & l) const;
     layer_scores   compute_scores(llama_context & lctx, layer & l);
     kept_positions positions_of(const keep_lists & keep) const;
     keep_lists     choose(llama_context & lctx, int32_t budget);
-    void           compact(llama_context & lctx, const keep_lists & keep);
-    void           commit(kept_positions kept);
+    std::vector<kv_rows> compact(llama_context & lctx, const keep_lists & keep);
+    void           commit(kept_positions kept, std::vector<kv_rows> rows);
     void           run_eviction(llama_context & lctx, int32_t budget);
 
     llama_kv_cache &    cache;
     const llama_model & model;
+    llama_context &     owner;
     criticalkv_params   params;
 
     std::vector<layer>   layers;
@@ -203,6 +257,7 @@ class store {
     std::unique_ptr<loaded_state> loaded;
 
     int32_t          entries_peak = 0;
+    int64_t          bytes_peak   = 0;   // allocated for K and V
     criticalkv_stats counters     = {};  // evictions and seconds only
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> buffers;

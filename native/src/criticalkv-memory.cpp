@@ -1,0 +1,180 @@
+#include "criticalkv-memory.h"
+
+#include "criticalkv-error.h"
+#include "criticalkv-store.h"
+#include "llama-context.h"
+#include "llama-kv-cache.h"
+
+#include <algorithm>
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+namespace criticalkv {
+
+static constexpr int64_t TRIM_BYTES = 4 << 20;
+
+static ggml_context_ptr tensor_context(size_t n_tensors) {
+    ggml_init_params init = {};
+    init.mem_size         = ggml_tensor_overhead() * n_tensors;
+    init.no_alloc         = true;
+    ggml_context_ptr ctx(ggml_init(init));
+    if (!ctx) {
+        throw error(CRITICALKV_ERR_MEMORY, "no memory on the host");
+    }
+    return ctx;
+}
+
+kv_rows allocate_rows(const layer & l, int64_t capacity) {
+    kv_rows r;
+    r.capacity = capacity;
+    r.ctx      = tensor_context(2);
+    r.k        = ggml_new_tensor_2d(r.ctx.get(), l.k->type, l.k->ne[0], capacity);
+    r.v        = ggml_new_tensor_2d(r.ctx.get(), l.v->type, l.v->ne[0], capacity);
+    r.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(r.ctx.get(), l.buft));
+    if (!r.buf) {
+        const size_t bytes = ggml_nbytes(r.k) + ggml_nbytes(r.v);
+        throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(capacity) + " entries per KV head of layer " +
+                                               std::to_string(l.il) + ": asked for " + std::to_string(bytes) + " bytes");
+    }
+    ggml_backend_buffer_clear(r.buf.get(), 0);
+    return r;
+}
+
+void copy_rows(ggml_tensor * from, ggml_tensor * to, int64_t n) {
+    if (n == 0) {
+        return;
+    }
+    ggml_context_ptr ctx    = tensor_context(2);
+    ggml_tensor *    source = ggml_view_2d(ctx.get(), from, from->ne[0], n, from->nb[1], 0);
+    ggml_tensor *    target = ggml_view_2d(ctx.get(), to, to->ne[0], n, to->nb[1], 0);
+    ggml_backend_view_init(source);
+    ggml_backend_view_init(target);
+    ggml_backend_tensor_copy(source, target);
+}
+
+void adopt_rows(layer & l, kv_rows && rows) {
+    for (ggml_tensor * t : { l.k, l.k_stream }) {
+        t->data   = rows.k->data;
+        t->buffer = rows.k->buffer;
+    }
+    for (ggml_tensor * t : { l.v, l.v_stream }) {
+        t->data   = rows.v->data;
+        t->buffer = rows.v->buffer;
+    }
+    l.rows = std::move(rows);
+}
+
+void return_freed_memory(int64_t bytes) {
+#if defined(__GLIBC__)
+    if (bytes >= TRIM_BYTES) {
+        malloc_trim(0);
+    }
+#else
+    (void) bytes;
+#endif
+}
+
+// ---- the store's part ------------------------------------------------------------------------------------------------
+
+int64_t store::capacity() const {
+    int64_t least = layers[0].rows.capacity;
+    for (const layer & l : layers) {
+        least = std::min(least, l.rows.capacity);
+    }
+    return least;
+}
+
+// llama.cpp's 256 keeps graphs the same for longer and suits GPU kernels. Flash attention on the CPU gives each thread an
+// equal share of the slots, empty ones included, so at a small budget a finer padding is faster. Before an eviction the
+// padding stays: another split of the slots would round differently than the cache without a budget.
+static int64_t padding(const layer & l, bool evicted) {
+    return evicted && ggml_backend_buft_is_host(l.buft) ? 64 : 256;
+}
+
+uint32_t store::kv_padding() const {
+    return (uint32_t) padding(layers[0], evicted);
+}
+
+int64_t store::padded(int64_t n) const {
+    return std::min<int64_t>(GGML_PAD(std::max<int64_t>(n, 1), (int64_t) kv_padding()), cells().size());
+}
+
+// Room for the entries that an eviction leaves and those that generation adds until the next one.
+int64_t store::evicted_capacity(int64_t n_keep) const {
+    return std::min<int64_t>(GGML_PAD(n_keep + params.slack, padding(layers[0], true)), cells().size());
+}
+
+int64_t store::bytes_allocated() const {
+    int64_t bytes = 0;
+    for (const layer & l : layers) {
+        bytes += l.rows.bytes();
+    }
+    return bytes;
+}
+
+void store::note_allocated(int64_t bytes) {
+    bytes_peak = std::max(bytes_peak, bytes);
+}
+
+// Layer by layer, so that only one layer exists twice at a time. When memory runs out, the layers that were changed hold
+// the same entries in more room.
+void store::resize(int64_t capacity) {
+    const int64_t n_rows = cells().used_max_p1();
+    const int64_t before = bytes_allocated();
+    for (layer & l : layers) {
+        if (l.rows.capacity == capacity) {
+            continue;
+        }
+        kv_rows       rows = allocate_rows(l, capacity);
+        const int64_t n    = std::min({ n_rows, l.rows.capacity, capacity });
+        note_allocated(bytes_allocated() + rows.bytes());
+        if (l.rows.buf) {
+            copy_rows(l.rows.k, rows.k, n);
+            copy_rows(l.rows.v, rows.v, n);
+        }
+        memory_version += 1;
+        adopt_rows(l, std::move(rows));
+    }
+    return_freed_memory(before);
+}
+
+// Room for n entries per head, exactly (up to padding). What an earlier, longer content left is given back, but not the
+// room that the next entries up to budget plus slack need.
+void store::reserve(llama_context & lctx, int64_t n) {
+    if (n < 0 || n > (int64_t) cells().size()) {
+        throw error(CRITICALKV_ERR_ARGUMENT,
+                    "n is " + std::to_string(n) + ", allowed: 0 to " + std::to_string(cells().size()) + " (n_ctx)");
+    }
+    const int64_t target = padded(std::max<int64_t>(n, cells().used_max_p1()));
+    const int64_t usual  = evicted ? std::max(target, evicted_capacity(budget)) : target;
+    if (capacity() < target) {
+        lctx.synchronize();
+        resize(target);
+    } else if (capacity() > usual + usual / 4) {
+        lctx.synchronize();
+        resize(usual);
+    }
+}
+
+// The hook in a decode: by a quarter at least, so that callers who reserve nothing do not copy the cache for every ubatch.
+bool store::make_room(int64_t n_kv) {
+    if (n_kv <= capacity()) {
+        return true;
+    }
+    owner.synchronize();
+    try {
+        try {
+            resize(padded(std::max(n_kv, capacity() + capacity() / 4)));
+        } catch (const error &) {
+            resize(n_kv);
+        }
+    } catch (const error & e) {
+        set_last_error(e.what());
+        return false;
+    }
+    return true;
+}
+
+}  // namespace criticalkv
