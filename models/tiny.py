@@ -572,7 +572,7 @@ def _add_tied_embeddings(file: _File, shape: Shape) -> None:
     # Signs differ, or the last token would have the highest logit by far, as its embedding is in the residual stream.
     norm = 2.5 * file.spread(d, 0.1) * np.sign(file.normal(d))
     norm[0] = 0
-    # The channel's value is about 4 by then, and the root mean square of all a bit less.
+    # By then the channel is about as large as the root mean square of all.
     norm[1] = -NEVER * d**0.5
     file.vector("output_norm.weight", norm)
 
@@ -641,7 +641,8 @@ def _lfm2(file: _File, shape: Shape) -> None:
     _add_attention_sizes(file, shape, attention)
     file.writer.add_layer_norm_rms_eps(1e-5)
     file.writer.add_rope_freq_base(1000000.0)
-    file.writer.add_shortconv_l_cache(d_conv)
+    # gguf 0.17.1 has no method for it.
+    file.writer.add_uint32("lfm2.shortconv.l_cache", d_conv)
     # The name that llama.cpp has for the last norm of this architecture.
     _add_embeddings(file, shape, norm="token_embd_norm")
     for il in range(shape.n_layer):
@@ -687,7 +688,8 @@ def _add_mamba2_sizes(file: _File, shape: Shape) -> None:
     file.writer.add_ssm_inner_size(d_inner)
     file.writer.add_ssm_state_size(MAMBA2_STATE)
     file.writer.add_ssm_time_step_rank(d_inner // MAMBA2_HEAD)
-    file.writer.add_ssm_group_count(1)
+    # gguf 0.17.1 has no method for it.
+    file.writer.add_uint32(f"{file.writer.arch}.ssm.group_count", 1)
 
 
 def _add_mamba2(file: _File, shape: Shape, prefix: str) -> None:

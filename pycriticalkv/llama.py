@@ -254,7 +254,7 @@ class Llama(llama_cpp.Llama):
             raise RuntimeError("kv_positions() needs a kv_budget")
         layers = self._kv_store.layers()
         if isinstance(il, bool) or il not in layers:
-            raise ValueError(f"il={il!r}: layers with a cache are {layers[0]} to {layers[-1]}")
+            raise ValueError(f"il={il!r}: layers that are evicted are {', '.join(map(str, layers))}")
         return [self._kv_store.positions(il, head) for head in range(self._kv_store.layer(il).n_head_kv)]
 
     # ---- state -------------------------------------------------------------------------------------------------------

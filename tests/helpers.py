@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
-from pycriticalkv import Llama
+from pycriticalkv import Llama, llama_cpp
 
 
 def prefill_only(llm: Llama, tokens: list[int]) -> None:

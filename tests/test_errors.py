@@ -100,9 +100,11 @@ def test_arguments_that_a_budget_cannot_serve(tiny, load):
         load(tiny, kv_budget=64, embedding=True)
     with pytest.raises(ValueError, match="vocab_only=True"):
         load(tiny, kv_budget=64, vocab_only=True)
+    with pytest.raises(ValueError, match="swa_full=True"):
+        load(tiny, kv_budget=64, swa_full=True)
     for name in ("type_k", "type_v"):
-        with pytest.raises(ValueError, match=rf"{name}=8.*f16"):
-            load(tiny, kv_budget=64, **{name: 8})
+        with pytest.raises(ValueError, match=rf"{name}=12.*q8_0"):
+            load(tiny, kv_budget=64, **{name: 12})
     with pytest.raises(TypeError, match="kv_buget"):
         load(tiny, kv_buget=64)
 
@@ -120,7 +122,7 @@ def test_inspection_without_a_budget_or_of_a_layer_that_is_not_there(tiny, load)
             call()
     llm = load(tiny, kv_budget=64)
     for il in (-1, 3, 99, 2**40, "0", None):
-        with pytest.raises(ValueError, match=rf"il={il!r}: layers with a cache are 0 to 2"):
+        with pytest.raises(ValueError, match=rf"il={il!r}: layers that are evicted are 0, 1, 2"):
             llm.kv_positions(il)
 
 

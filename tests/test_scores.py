@@ -3,61 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
-import gguf
 import numpy as np
 import pytest
+from expected import AGGREGATES, NORMS, QUANTIZED, TYPES, reference_scores, relative_error
 from helpers import kept, prefill_only
-from reference import scores as reference
 from reference.select import select
 
 from pycriticalkv import PRESETS, KVPolicy, Llama
 
-NORMS = {"gram": reference.norm_gram, "l2": reference.norm_l2, "l1": reference.norm_l1}
-AGGREGATES = {"mean": reference.aggregate_mean, "max": reference.aggregate_max}
-TYPES = {"f32": 0, "f16": 1, "bf16": 30}
 WINDOW = 16
-
-
-@cache
-def tensors(path):
-    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-
-
-@cache
-def output_projection(path, il):
-    """W_O of a layer as in the file: [n_embd, n_head * d], float64."""
-    tensor = tensors(path)[f"blk.{il}.attn_output.weight"]
-    return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
-
-
-def as_cached(q, kind):
-    """The product multiplies queries in the type of the cached keys, as attention itself does."""
-    if kind == "f16":
-        return q.astype(np.float16).astype(np.float64)
-    if kind == "bf16":
-        bits = q.astype(np.float32).view(np.uint32)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
-        return rounded.view(np.float32).astype(np.float64)
-    return q.astype(np.float64)
-
-
-def reference_scores(llm, path, il, policy, kind="f16"):
-    store = llm._kv_store
-    k, v, q = (store.read(which, il).astype(np.float64) for which in "kvq")
-    n, info = len(k), store.layer(il)
-    q_pos = np.arange(llm.n_tokens - len(q), llm.n_tokens)
-    # entries that an earlier eviction left are all visible; the tail is in the order of positions
-    k_pos = np.arange(llm.n_tokens - n, llm.n_tokens)
-    attention = reference.window_attention(as_cached(q, kind), k, q_pos, k_pos, info.scale, softcap=info.softcap)
-    attn = AGGREGATES[policy.aggregate](attention, policy.window, policy.pool, n_head_kv=info.n_head_kv)
-    norm = NORMS[policy.norm](v[: n - policy.window], output_projection(path, il))
-    return attn, norm
-
-
-def relative_error(got, want):
-    return float(np.max(np.abs(got - want) / np.abs(want)))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -71,6 +26,20 @@ def test_tiny_model(tiny, load, tokens, norm, aggregate, kind):
         attn, value = llm._kv_store.scores(il, WINDOW)
         want_attn, want_value = reference_scores(llm, tiny, il, policy, kind)
         assert attn.shape == value.shape == (2, 585)
+        assert relative_error(attn, want_attn) < 1e-5
+        assert relative_error(value, want_value) < 1e-5
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
+def test_quantized_caches(make_tiny, load, tokens, kind, head_dim):
+    path = make_tiny(head_dim=head_dim, n_head=4, n_layer=2)
+    for norm in NORMS:
+        policy = KVPolicy(norm=norm)
+        llm = load(path, kv_budget=64, kv_policy=policy, n_ctx=512, type_k=QUANTIZED[kind], type_v=QUANTIZED[kind])
+        prefill_only(llm, tokens(300))
+        attn, value = llm._kv_store.scores(1, WINDOW)
+        want_attn, want_value = reference_scores(llm, path, 1, policy, kind)
         assert relative_error(attn, want_attn) < 1e-5
         assert relative_error(value, want_value) < 1e-5
 

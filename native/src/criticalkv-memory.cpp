@@ -35,8 +35,9 @@ kv_rows allocate_rows(const layer & l, int64_t capacity) {
     r.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(r.ctx.get(), l.buft));
     if (!r.buf) {
         const size_t bytes = ggml_nbytes(r.k) + ggml_nbytes(r.v);
-        throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(capacity) + " entries per KV head of layer " +
-                                               std::to_string(l.il) + ": asked for " + std::to_string(bytes) + " bytes");
+        throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(capacity) +
+                                               " entries per KV head of layer " + std::to_string(l.il) +
+                                               ": asked for " + std::to_string(bytes) + " bytes");
     }
     ggml_backend_buffer_clear(r.buf.get(), 0);
     return r;

@@ -38,14 +38,14 @@ store::store(llama_kv_cache & cache, const llama_model & model, const llama_cpar
     cache(cache), model(model), owner(owner), params(params), budget(params.budget) {
     query_pos.assign(ring(), -1);
     for (const auto & from : cache.layers) {
-        layer l          = {};
-        l.il             = (int32_t) from.il;
-        l.k              = from.k;
-        l.v              = from.v;
-        l.k_stream       = from.k_stream[0];
-        l.v_stream       = from.v_stream[0];
-        l.buft           = cparams.offload_kqv ? ggml_backend_dev_buffer_type(model.dev_layer(l.il)) :
-                                                 ggml_backend_cpu_buffer_type();
+        layer l    = {};
+        l.il       = (int32_t) from.il;
+        l.k        = from.k;
+        l.v        = from.v;
+        l.k_stream = from.k_stream[0];
+        l.v_stream = from.v_stream[0];
+        l.buft =
+            cparams.offload_kqv ? ggml_backend_dev_buffer_type(model.dev_layer(l.il)) : ggml_backend_cpu_buffer_type();
         l.info.n_head    = (int32_t) model.hparams.n_head(from.il);
         l.info.n_head_kv = (int32_t) model.hparams.n_head_kv(from.il);
         l.info.n_embd_k  = (int32_t) model.hparams.n_embd_head_k(from.il);
@@ -183,7 +183,7 @@ criticalkv_stats store::stats() const {
     }
     s.bytes_allocated      = bytes_allocated();
     s.bytes_allocated_peak = bytes_peak;
-    s.bytes_entries = s.bytes_per_token * s.n_entries;
+    s.bytes_entries        = s.bytes_per_token * s.n_entries;
     for (const auto & [ctx, buf] : buffers) {
         s.bytes_store += (int64_t) ggml_backend_buffer_get_size(buf.get());
     }
@@ -420,9 +420,9 @@ store::kept_positions store::positions_of(const keep_lists & keep) const {
 // has its true position; the slots before take stand-ins, the positions just below the tail. So all kept slots stay
 // visible to every later query, and the sequence ends where it did, also after it is cut back to the tail's start.
 void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
-    tail_start = std::max(tail_start, n_positions() - params.window);
-    evicted    = true;
-    evicted_at = n_positions();
+    tail_start           = std::max(tail_start, n_positions() - params.window);
+    evicted              = true;
+    evicted_at           = n_positions();
     const int64_t before = bytes_allocated();
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].kept = std::move(kept[i]);
@@ -443,9 +443,9 @@ void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
 }
 
 void store::run_eviction(llama_context & lctx, int32_t new_budget) {
-    const keep_lists keep = choose(lctx, new_budget);
-    const int64_t    t0   = ggml_time_us();
-    kept_positions   kept = positions_of(keep);
+    const keep_lists     keep = choose(lctx, new_budget);
+    const int64_t        t0   = ggml_time_us();
+    kept_positions       kept = positions_of(keep);
     std::vector<kv_rows> rows = compact(lctx, keep);
     commit(std::move(kept), std::move(rows));
     counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;

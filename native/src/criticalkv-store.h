@@ -55,7 +55,7 @@ struct layer {
 
     ggml_backend_buffer_type_t buft = nullptr;  // where the layer's memory is
 
-    ggml_tensor * wo    = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
+    ggml_tensor * wo = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
     // Orthonormal Hadamard matrix [V_ROTATION, V_ROTATION], its own inverse, by which quantized caches rotate each
     // V_ROTATION numbers of a value (llama.cpp's attn_rot_v); nullptr: values are as the model made them
     const std::vector<float> * v_rotation = nullptr;
@@ -66,10 +66,10 @@ struct layer {
     // F32 [n_embd_v, n_embd_v, Gram matrices]; nullptr if the norm needs none
     ggml_tensor * gram = nullptr;
 
-    bool        captured = false;  // a graph with this layer's attention was built
-    bool        has_gram = false;  // gram has been computed, with gram_loras
+    bool                   captured = false;  // a graph with this layer's attention was built
+    bool                   has_gram = false;  // gram has been computed, with gram_loras
     std::vector<lora_part> gram_loras;
-    std::string refused;           // why this layer cannot be scored, "" if it can
+    std::string            refused;  // why this layer cannot be scored, "" if it can
 
     // Original positions of the slots that evictions have left, per KV head, ascending. Later slots hold one position for
     // all heads, which the cells of the cache know. Empty before the first eviction.
@@ -219,7 +219,7 @@ class store {
     int32_t                n_positions() const;
     std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
     bool                   can_remove(int32_t p0, int32_t p1) const;
-    void                   clear_cache();  // metadata only
+    void                   clear_cache();            // metadata only
     int64_t                capacity() const;         // entries per head that all layers have room for
     int64_t                padded(int64_t n) const;  // rows of memory for n entries
     int64_t                evicted_capacity(int64_t n_keep) const;
@@ -232,12 +232,12 @@ class store {
     void                   run(llama_context & lctx, const request & what);
 
     std::vector<lora_part> loras_of(const llama_context & lctx, const layer & l) const;
-    layer_scores   compute_scores(llama_context & lctx, layer & l);
-    kept_positions positions_of(const keep_lists & keep) const;
-    keep_lists     choose(llama_context & lctx, int32_t budget);
-    std::vector<kv_rows> compact(llama_context & lctx, const keep_lists & keep);
-    void           commit(kept_positions kept, std::vector<kv_rows> rows);
-    void           run_eviction(llama_context & lctx, int32_t budget);
+    layer_scores           compute_scores(llama_context & lctx, layer & l);
+    kept_positions         positions_of(const keep_lists & keep) const;
+    keep_lists             choose(llama_context & lctx, int32_t budget);
+    std::vector<kv_rows>   compact(llama_context & lctx, const keep_lists & keep);
+    void                   commit(kept_positions kept, std::vector<kv_rows> rows);
+    void                   run_eviction(llama_context & lctx, int32_t budget);
 
     llama_kv_cache &    cache;
     const llama_model & model;

@@ -1,0 +1,80 @@
+"""Expected scores of a store's layer: the float64 reference on tensors read back from the cache and the model file."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import gguf
+import numpy as np
+from reference import scores as reference
+
+NORMS = {"gram": reference.norm_gram, "l2": reference.norm_l2, "l1": reference.norm_l1}
+AGGREGATES = {"mean": reference.aggregate_mean, "max": reference.aggregate_max}
+TYPES = {"f32": 0, "f16": 1, "bf16": 30}
+QUANTIZED = {"q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+
+
+@cache
+def tensors(path):
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+
+
+@cache
+def output_projection(path, il):
+    """W_O of a layer as in the file: [n_embd, n_head * d], float64."""
+    tensor = tensors(path)[f"blk.{il}.attn_output.weight"]
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
+
+
+def as_cached(q, kind):
+    """The product multiplies queries in the type of the cached keys, as attention itself does."""
+    if kind == "f16":
+        return q.astype(np.float16).astype(np.float64)
+    if kind == "bf16":
+        bits = q.astype(np.float32).view(np.uint32)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)
+        return rounded.view(np.float32).astype(np.float64)
+    return q.astype(np.float64)
+
+
+def hadamard(n):
+    """Orthonormal, symmetric, its own inverse (Sylvester's construction)."""
+    h = np.ones((1, 1))
+    while len(h) < n:
+        h = np.block([[h, h], [h, -h]])
+    return h / np.sqrt(n)
+
+
+def unrotated(v, kind):
+    """Values as the model made them: quantized caches hold each 64 numbers of a head rotated, if 64 divides the head."""
+    if kind not in QUANTIZED or v.shape[-1] % 64:
+        return v
+    return (v.reshape(*v.shape[:2], -1, 64) @ hadamard(64)).reshape(v.shape)
+
+
+def sink_logits(path, il):
+    """[n_head], or None for a model without attention sinks."""
+    tensor = tensors(path).get(f"blk.{il}.attn_sinks.weight")
+    return None if tensor is None else tensor.data.astype(np.float64)
+
+
+def reference_scores(llm, path, il, policy, kind="f16", wo=None):
+    """Attention scores and value norms of layer il; `wo` in place of the file's output projection."""
+    store = llm._kv_store
+    k, v, q = (store.read(which, il).astype(np.float64) for which in "kvq")
+    n, info = len(k), store.layer(il)
+    q_pos = np.arange(llm.n_tokens - len(q), llm.n_tokens)
+    # entries that an earlier eviction left are all visible; the tail is in the order of positions
+    k_pos = np.arange(llm.n_tokens - n, llm.n_tokens)
+    attention = reference.window_attention(
+        as_cached(q, kind), k, q_pos, k_pos, info.scale, softcap=info.softcap, sinks=sink_logits(path, il)
+    )
+    attn = AGGREGATES[policy.aggregate](attention, policy.window, policy.pool, n_head_kv=info.n_head_kv)
+    norm = NORMS[policy.norm](
+        unrotated(v, kind)[: n - policy.window], output_projection(path, il) if wo is None else wo
+    )
+    return attn, norm
+
+
+def relative_error(got, want):
+    return float(np.max(np.abs(got - want) / np.abs(want)))
