@@ -46,7 +46,7 @@ def hadamard(n):
 
 
 def unrotated(v, kind):
-    """Values as the model made them: quantized caches hold each 64 numbers of a head rotated, if 64 divides the head."""
+    """Values as the model made them: quantized caches rotate each 64 numbers of a head, if 64 divides it."""
     if kind not in QUANTIZED or v.shape[-1] % 64:
         return v
     return (v.reshape(*v.shape[:2], -1, 64) @ hadamard(64)).reshape(v.shape)

@@ -75,7 +75,6 @@ def test_missing_and_corrupt_models(load, tmp_path, tiny):
     "arch,why",
     [
         ("mamba", "recurrent"), ("t5", "encoder-decoder"), ("deepseek2", "MLA"), ("bloom", "ALiBi"),
-        ("gemma3", "sliding-window"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_evicted(make_tiny, load, arch, why):

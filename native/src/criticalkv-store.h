@@ -7,6 +7,7 @@
 #pragma once
 
 #include "criticalkv-memory.h"
+#include "criticalkv-params.h"
 #include "criticalkv.h"
 
 #include "ggml-cpp.h"
@@ -27,18 +28,6 @@ struct llama_model;
 struct llama_ubatch;
 
 namespace criticalkv {
-
-// Whether the next context of this thread gets a store: its cache then leaves the memory of K and V to the store.
-bool store_is_prepared();
-
-// A low-rank part of W_O from a LoRA adapter: W_O + scale * b a.
-struct lora_part {
-    ggml_tensor * a;  // [n_embd_v * n_head, rank]
-    ggml_tensor * b;  // [rank, n_embd]
-    float         scale;
-
-    bool operator==(const lora_part & o) const { return a == o.a && b == o.b && scale == o.scale; }
-};
 
 constexpr int64_t V_ROTATION = 64;
 
