@@ -235,6 +235,7 @@ class Llama(llama_cpp.Llama):
             bytes_full=int(s.bytes_per_token * s.n_tokens),
             bytes_allocated=int(s.bytes_allocated),
             bytes_allocated_peak=int(s.bytes_allocated_peak),
+            bytes_other=int(s.bytes_other),
             bytes_store=int(s.bytes_store),
             evictions=int(s.n_evictions),
             seconds_score=float(s.seconds_score),

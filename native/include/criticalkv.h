@@ -95,6 +95,7 @@ struct criticalkv_stats {
     int64_t bytes_allocated; /* bytes of the K and V buffers as allocated */
     int64_t bytes_allocated_peak; /* the most since the cache was last cleared, an eviction's copies included */
     int64_t bytes_per_token;      /* bytes of K and V of one token, all layers, nothing evicted */
+    int64_t bytes_other;          /* bytes of the memory that is not evicted: sliding-window layers, recurrent states */
     int64_t bytes_store;          /* bytes of the store itself: saved queries and Gram matrices */
     int64_t n_evictions;          /* since the cache was last cleared, as are the times */
     double  seconds_score;

@@ -184,6 +184,9 @@ criticalkv_stats store::stats() const {
     s.bytes_allocated      = bytes_allocated();
     s.bytes_allocated_peak = bytes_peak;
     s.bytes_entries        = s.bytes_per_token * s.n_entries;
+    for (const auto & [buft, bytes] : owner.get_memory()->memory_breakdown()) {
+        s.bytes_other += (int64_t) bytes;
+    }
     for (const auto & [ctx, buf] : buffers) {
         s.bytes_store += (int64_t) ggml_backend_buffer_get_size(buf.get());
     }

@@ -29,6 +29,15 @@ struct llama_ubatch;
 
 namespace criticalkv {
 
+// A low-rank part of W_O from a LoRA adapter: W_O + scale * b a.
+struct lora_part {
+    ggml_tensor * a;  // [n_embd_v * n_head, rank]
+    ggml_tensor * b;  // [rank, n_embd]
+    float         scale;
+
+    bool operator==(const lora_part & o) const { return a == o.a && b == o.b && scale == o.scale; }
+};
+
 constexpr int64_t V_ROTATION = 64;
 
 // One layer that has a cache.
