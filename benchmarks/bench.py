@@ -1,7 +1,8 @@
 """Decode, eviction and prefill speed against the full cache: ratios, measured in turn in one run.
 
 make bench                                  SmolLM2 at 7,500 tokens, Qwen 0.5B at 16,000
-python benchmarks/bench.py --only smollm2
+python benchmarks/bench.py --only smollm2 --type q8_0
+python benchmarks/bench.py --growth         what a cache that grows with the prompt costs
 python benchmarks/bench.py --stock-python .venv-stock/bin/python    compare with an unpatched build (make stock)
 """
 
@@ -19,26 +20,31 @@ from sides import Side, decode_in_turn, rate, ratio
 
 CASES = {"smollm2": 7500, "qwen-coder-0.5b": 16000}
 BUDGET = 1024
+NEVER = 1_000_000  # a budget that is never reached
 SHORT = 1024  # tokens of the stock cache that a budget is to be as fast as
 CHARACTERS_PER_TOKEN = 5
+CACHE_TYPES = {"f16": 1, "q8_0": 8, "q4_0": 2}
 
 
-def common(model: str, n_ctx: int, threads: int) -> dict[str, Any]:
+def common(model: str, n_ctx: int, args: argparse.Namespace) -> dict[str, Any]:
     """Arguments that all sides share."""
-    path = str(texts.fetch.fetch(model))
-    return {"model_path": path, "n_ctx": n_ctx, "n_threads": threads, "n_threads_batch": threads}
+    kind = CACHE_TYPES[args.type]
+    return {
+        "model_path": str(texts.fetch.fetch(model)), "n_ctx": n_ctx, "type_k": kind, "type_v": kind,
+        "n_threads": args.threads, "n_threads_batch": args.threads,
+    }  # fmt: skip
 
 
 def against_the_full_cache(model: str, n: int, args: argparse.Namespace) -> None:
     """Decode after a long prompt: budget, full cache with flash attention on and off, and stock at a short context."""
-    shared = common(model, n + 512, args.threads)
+    shared = common(model, n + 512, args)
     text = texts.long_text(n * CHARACTERS_PER_TOKEN)
-    print(f"\n## {model}, prompt {n} tokens, budget {BUDGET}, {args.threads} threads\n", flush=True)
+    print(f"\n## {model}, cache {args.type}, prompt {n} tokens, budget {BUDGET}, {args.threads} threads\n", flush=True)
+    # a quantized V cache needs flash attention
+    attention = {"on": True, "off": False} if args.type == "f16" else {"on": True}
     sides = [
-        Side("full, flash attention on", **shared, flash_attn=True),
-        Side("full, flash attention off", **shared, flash_attn=False),
-        Side("short, flash attention on", **shared, flash_attn=True),
-        Side("short, flash attention off", **shared, flash_attn=False),
+        *(Side(f"full, flash attention {name}", **shared, flash_attn=on) for name, on in attention.items()),
+        *(Side(f"short, flash attention {name}", **shared, flash_attn=on) for name, on in attention.items()),
         Side("gram", **shared, kv_budget=BUDGET),
         Side("l1", **shared, kv_budget=BUDGET, kv_policy={"norm": "l1"}),
     ]
@@ -53,6 +59,8 @@ def against_the_full_cache(model: str, n: int, args: argparse.Namespace) -> None
         if norm in prefills:
             got = prefills[norm]
             print(f"eviction over prefill, {norm}: {got['eviction']:.3f} s, {got['eviction'] / got['prefill']:.4f}")
+    fastest = min(prefills[side.name]["prefill"] for side in sides if side.name.startswith("full"))
+    print(f"prefill, budget over the best of full (one run each): {fastest / prefills['gram']['prefill']:.2f}")
     sides.pop().close()  # l1 decodes as gram does
     seconds = decode_in_turn(sides, args.rounds, args.tokens)
     print("\n| side | decode tokens/s |\n| --- | --- |")
@@ -66,19 +74,43 @@ def against_the_full_cache(model: str, n: int, args: argparse.Namespace) -> None
         side.close()
 
 
+def growth_of_the_cache(model: str, args: argparse.Namespace) -> None:
+    """Prefill into a cache that grows, against one that was made for n_ctx at once."""
+    n = 4096
+    shared = common(model, n + 256, args)
+    text = texts.long_text(n * CHARACTERS_PER_TOKEN)
+    print(f"\n## {model}, cache {args.type}: prefill of {n} tokens\n", flush=True)
+    sides = [
+        Side("fixed", **shared, flash_attn=True),
+        Side("fixed again", **shared, flash_attn=True),
+        Side("grows at once", **shared, kv_budget=NEVER),
+        Side("grows by steps", **shared, kv_budget=NEVER, by_steps=True),
+    ]
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    for turn in range(args.rounds + 1):
+        for side in sides if turn % 2 else sides[::-1]:
+            measured = side.prefill(text, n)["prefill"]
+            if turn:
+                seconds[side.name].append(measured)
+    for side in sides:
+        print(f"prefill, {side.name} over fixed: {ratio(seconds, 'fixed', side.name)}", flush=True)
+        side.close()
+
+
 def against_an_unpatched_build(model: str, args: argparse.Namespace) -> None:
     """Without a budget: the same logits as an unpatched build, and its speed."""
-    shared = common(model, 4096, args.threads)
+    shared = common(model, 4096, args)
     text = texts.long_text(4096 * CHARACTERS_PER_TOKEN)
     print(f"\n## {model}, no budget, against an unpatched build, prompt 2048 tokens\n", flush=True)
     for flash_attn in (True, False):
         sides = [
             Side("unpatched", python=args.stock_python, stock=True, **shared, flash_attn=flash_attn),
             Side("patched", **shared, flash_attn=flash_attn),
+            Side("unpatched again", python=args.stock_python, stock=True, **shared, flash_attn=flash_attn),
         ]
         prefill: dict[str, list[float]] = {side.name: [] for side in sides}
         for turn in range(args.rounds + 1):
-            for side in sides:
+            for side in sides if turn % 2 else sides[::-1]:
                 measured = side.prefill(text, 2048)["prefill"]
                 if turn:
                     prefill[side.name].append(measured)
@@ -90,8 +122,9 @@ def against_an_unpatched_build(model: str, args: argparse.Namespace) -> None:
             f"flash attention {'on' if flash_attn else 'off'}: logits identical after the prompt: {same}, "
             f"after 32 tokens: {same_after}"
         )
-        print(f"  prefill, patched over unpatched: {ratio(prefill, 'unpatched', 'patched')}")
-        print(f"  decode, patched over unpatched:  {ratio(seconds, 'unpatched', 'patched')}", flush=True)
+        for name in ("patched", "unpatched again"):  # the second shows what the machine's noise does
+            print(f"  prefill, {name} over unpatched: {ratio(prefill, 'unpatched', name)}")
+            print(f"  decode, {name} over unpatched:  {ratio(seconds, 'unpatched', name)}", flush=True)
         for side in sides:
             side.close()
 
@@ -103,6 +136,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--rounds", type=int, default=9, help="turns that count")
     parser.add_argument("--tokens", type=int, default=24, help="tokens decoded per turn")
+    parser.add_argument("--type", default="f16", choices=CACHE_TYPES, help="of the cache")
+    parser.add_argument("--growth", action="store_true", help="measure the growth of the cache instead")
     parser.add_argument("--stock-python", help="python of an environment with an unpatched llama-cpp-python")
     args = parser.parse_args()
     if args.stock_python and not Path(args.stock_python).exists():
@@ -110,7 +145,9 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores. Other programs on the machine spoil these figures.")
     for model, n in CASES.items():
         if args.only in (None, model):
-            if args.stock_python:
+            if args.growth:
+                growth_of_the_cache(model, args)
+            elif args.stock_python:
                 against_an_unpatched_build(model, args)
             else:
                 against_the_full_cache(model, n, args)

@@ -53,7 +53,7 @@ def decode_in_turn(sides: list[Side], rounds: int, n: int) -> dict[str, list[flo
     """Seconds per token of each side, round by round, one warm-up round not counted."""
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     for turn in range(rounds + 1):
-        for side in sides:
+        for side in sides if turn % 2 else sides[::-1]:
             measured = side.decode(n)["decode"]
             if turn:
                 seconds[side.name].append(measured)

@@ -15,6 +15,7 @@ from typing import Any
 def load(arguments: dict[str, Any]) -> Any:
     """A Llama: pycriticalkv's, or with "stock" llama_cpp's own."""
     arguments = dict(arguments, verbose=False)
+    by_steps = arguments.pop("by_steps", False)
     if arguments.pop("stock", False):
         from llama_cpp import Llama  # noqa: PLC0415
     else:
@@ -22,7 +23,10 @@ def load(arguments: dict[str, Any]) -> Any:
 
         if isinstance(arguments.get("kv_policy"), dict):
             arguments["kv_policy"] = KVPolicy(**arguments["kv_policy"])
-    return Llama(**arguments)
+    llm = Llama(**arguments)
+    if by_steps:  # as for callers of the C API who reserve nothing
+        llm._kv_store.reserve = lambda n: None
+    return llm
 
 
 def prefill(llm: Any, text: str, n: int) -> dict[str, Any]:
