@@ -6,8 +6,8 @@
 
 `kl`: the first 6,000 tokens of a play are read and evicted once by each policy; the 512 tokens of the play that follow
 are then given (teacher-forced) and their next-token distributions compared with those of the full cache of the same
-type: the mean of KL(full || evicted) in nats, its standard error over the tokens, and how often the most likely token is
-the same. The prompt is read once per window size; every policy starts from the same saved cache.
+type: the mean of KL(full || evicted) in nats, its standard error over the tokens, and how often the most likely token
+is the same. The prompt is read once per window size; every policy starts from the same saved cache.
 
 `overlap`: the same prompt, evicted with each of the three norms; share of the kept entries that two norms have in
 common, the window and the sinks left out.

@@ -2,9 +2,9 @@
 
     python benchmarks/memory.py --model smollm2 --budgets 512 1024
 
-Each row is a process of its own. Resident memory is what the system counts for the whole process, weights included: once
-the model was loaded and had evaluated a few tokens, at the highest, and later. Bytes of the cache are what kv_stats()
-says; for the stock cache, what llama.cpp allocates for the same n_ctx.
+Each row is a process of its own. Resident memory is what the system counts for the whole process, weights included:
+once the model was loaded and had evaluated a few tokens, at the highest, and later. Bytes of the cache are what
+kv_stats() says; for the stock cache, what llama.cpp allocates for the same n_ctx.
 """
 
 from __future__ import annotations
