@@ -32,6 +32,7 @@ class Run:
     eviction: float
     tokens_per_second: float
     kv_bytes: int
+    kv_allocated: int
 
 
 def chat_prompt(llm: Llama, document: str) -> list[int]:
@@ -69,14 +70,15 @@ def run(path: str, document: str, budget: int | None, n_decode: int) -> Run:
         # f16 keys and values of every token
         per_token = Llama(path, kv_budget=64, n_ctx=256, verbose=False)
         per_token.eval(prompt[:64])
-        eviction, kv_bytes = 0.0, per_token.kv_stats().bytes_now // 64 * llm.n_tokens
+        each = per_token.kv_stats().bytes_now // 64
+        eviction, kv_bytes, allocated = 0.0, each * llm.n_tokens, each * llm.n_ctx()
         per_token.close()
     else:
         stats = llm.kv_stats()
-        eviction, kv_bytes = stats.seconds_total, stats.bytes_now
+        eviction, kv_bytes, allocated = stats.seconds_total, stats.bytes_now, stats.bytes_allocated
     text = llm.detokenize(answer).decode("utf-8", errors="replace").strip()
     llm.close()
-    return Run(text, len(prompt), prefill - eviction, eviction, rate, kv_bytes)
+    return Run(text, len(prompt), prefill - eviction, eviction, rate, kv_bytes, allocated)
 
 
 def main() -> None:
@@ -94,16 +96,17 @@ def main() -> None:
     print(f"full cache ({full.prompt_tokens} tokens): {full.answer}", flush=True)
     small = run(path, document, args.budget, args.decode)
     print(f"kv_budget={args.budget}: {small.answer}\n")
-    print(f"{'':24s}{'full cache':>12s}{'budget':>12s}{'ratio':>9s}")
+    print(f"{'':25s}{'full cache':>12s}{'budget':>12s}{'ratio':>9s}")
     rows = (
         ("KV entries, MB", full.kv_bytes / 1e6, small.kv_bytes / 1e6),
+        ("KV memory in the end, MB", full.kv_allocated / 1e6, small.kv_allocated / 1e6),
         ("prefill, s", full.prefill, small.prefill),
         ("eviction, s", full.eviction, small.eviction),
         ("decode, tokens/s", full.tokens_per_second, small.tokens_per_second),
     )
     for name, a, b in rows:
         relation = f"{b / a:9.2f}" if a else ""
-        print(f"{name:24s}{a:12.2f}{b:12.2f}{relation}")
+        print(f"{name:25s}{a:12.2f}{b:12.2f}{relation}")
 
 
 if __name__ == "__main__":

@@ -82,3 +82,11 @@ def test_memory_goes_back(tiny, tokens):
     grown = process.memory_info().rss - before
     # one model's cache alone is 1.5 MB: a leak of one per round would be 75 MB
     assert grown < 4_000_000
+
+
+def test_closing_after_an_eviction_in_small_batches_warns_of_nothing(tiny, tokens, capfd):
+    llm = Llama(tiny, kv_budget=64, n_ctx=1024, n_batch=8, n_ubatch=8, verbose=True)
+    llm.eval(tokens(600))
+    assert llm.kv_stats().evictions == 1
+    llm.close()
+    assert "does not match expectation" not in capfd.readouterr().err

@@ -211,17 +211,19 @@ def test_raw_blobs_from_a_cache_without_a_store_are_refused_before_anything_chan
     assert kept(llm) == before
 
 
-def test_ram_cache(tiny, load, evaluated):
-    llm = load(tiny, kv_budget=64, n_ctx=1024)
-    llm.set_cache(llama_cpp.LlamaRAMCache(capacity_bytes=1 << 24))
+@pytest.mark.parametrize("kind", ["LlamaRAMCache", "LlamaDiskCache"])
+def test_caches_of_llama_cpp_python(tiny, load, evaluated, tmp_path, kind):
+    where = {"cache_dir": str(tmp_path)} if kind == "LlamaDiskCache" else {}
+    cache = getattr(llama_cpp, kind)(capacity_bytes=1 << 24, **where)
+    first, second = (load(tiny, kv_budget=64, n_ctx=1024) for _ in range(2))
+    first.set_cache(cache)
+    second.set_cache(cache)
     prompt = "the keeper of the lighthouse " * 20
-    first = llm(prompt, max_tokens=10, temperature=0.0)["choices"][0]["text"]
-    n_first = llm.n_tokens
-    llm("another prompt", max_tokens=4)
+    answer = first(prompt, max_tokens=10, temperature=0.0)["choices"][0]["text"]
     evaluated.clear()
-    again = llm(prompt + first, max_tokens=10, temperature=0.0)
-    assert evaluated[0] == again["usage"]["prompt_tokens"] - n_first
-    assert llm.kv_stats().tokens_seen == llm.n_tokens
+    again = second(prompt + answer, max_tokens=10, temperature=0.0)
+    assert evaluated[0] == again["usage"]["prompt_tokens"] - first.n_tokens
+    assert second.kv_stats().tokens_seen == second.n_tokens
 
 
 def test_a_cached_state_of_another_policy_is_a_miss(tiny, load):

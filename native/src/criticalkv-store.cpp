@@ -344,6 +344,10 @@ void store::run(llama_context & lctx, const request & what) {
     asked = what;
     lctx.memory_update(false);
     asked = {};
+    // llama.cpp warns when its compute buffers are not as large as it made them, but graphs of an eviction may need more
+    for (size_t i = 0; i < lctx.backend_ptrs.size(); ++i) {
+        lctx.backend_buf_exp_size[i] = ggml_backend_sched_get_buffer_size(lctx.get_sched(), lctx.backend_ptrs[i]);
+    }
     if (failure_status != CRITICALKV_OK) {
         throw error(failure_status, failure);
     }
