@@ -93,6 +93,12 @@ class Llama(llama_cpp.Llama):
         except ValueError as e:
             self.close()
             raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {e}") from None
+        if kwargs.get("draft_model") is not None and self._is_hybrid:
+            self.close()
+            raise ValueError(
+                "draft_model: a model with recurrent layers cannot take back drafts that were not accepted; "
+                "leave it out"
+            )
         self._kv_budget = budget
         self._kv_entries = budget.for_prompt(0)
         self._kv_model = state_file.model_digest(model_path)
@@ -113,8 +119,8 @@ class Llama(llama_cpp.Llama):
         Raises:
             ValueError: The tokens do not fit ``n_ctx``; nothing is evaluated then.
             MemoryError: There is no memory for their entries; nothing is evaluated then.
-            RuntimeError: ``n_tokens`` was set back to a place that the evicted cache cannot go back to, or an eviction
-                failed; the cache is then as it was.
+            RuntimeError: ``n_tokens`` was set to a place that the cache cannot go back to, or an eviction failed; the
+                cache is then as it was.
         """
         if self._kv_budget is None:
             super().eval(tokens)
@@ -183,8 +189,13 @@ class Llama(llama_cpp.Llama):
         """Remove what the cache holds beyond ``n_tokens``."""
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             raise RuntimeError(
-                f"n_tokens={self.n_tokens}: the cache was evicted and no longer holds everything up to there. "
-                "Call reset() and evaluate the prompt again."
+                f"n_tokens={self.n_tokens}: the cache cannot go back there: entries were evicted, have left a sliding "
+                "window, or the model is recurrent in part. Call reset() and evaluate the prompt again."
+            )
+        held = int(self._kv_store.stats().n_tokens)
+        if held != self.n_tokens:
+            raise RuntimeError(
+                f"n_tokens={self.n_tokens}: the cache holds {held} tokens. Call reset() and evaluate the prompt again."
             )
 
     def _evict_prompt(self) -> None:
@@ -208,7 +219,7 @@ class Llama(llama_cpp.Llama):
 
     def _evict(self, budget: int) -> None:
         before = self._kv_store.stats()
-        self._kv_store.evict(budget)
+        self._kv_store.evict(budget, self._kv_policy.slack_for(budget))
         if self.verbose:
             seconds = self._kv_store.stats().seconds_total - before.seconds_total
             print(f"Llama.eval: evicted {before.n_entries} to {budget} entries in {seconds:.2f} s", file=sys.stderr)
@@ -265,6 +276,7 @@ class Llama(llama_cpp.Llama):
         if self._kv_budget is None:
             return super().save_state()
         # without logits_all the rows of `scores` are never filled, but are up to n_batch * n_vocab floats
+        self._cut_back()
         scores = self.scores
         try:
             if not self._logits_all:
@@ -279,7 +291,8 @@ class Llama(llama_cpp.Llama):
 
         Raises:
             ValueError: The state is damaged, or was saved by another model, policy or without a budget. Nothing has
-                changed then. (llama-cpp-python's caches take it for a miss.)
+                changed then, or, if llama.cpp itself refused its part, everything is reset. (llama-cpp-python's caches
+                take it for a miss.)
         """
         if self._kv_budget is None:
             state_file.refuse_sealed(state)

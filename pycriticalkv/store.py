@@ -130,9 +130,12 @@ class Store:
         """Raise ValueError when a layer of the model cannot be evicted."""
         check(lib.criticalkv_check(self._ctx))
 
-    def evict(self, budget: int) -> None:
-        """Evict down to ``budget`` entries per head; the cache is unchanged if this raises."""
-        check(lib.criticalkv_evict(self._ctx, budget))
+    def evict(self, budget: int, slack: int = 0) -> None:
+        """Evict down to ``budget`` entries per head and leave room for ``slack`` more (0: as in the policy).
+
+        The cache is unchanged if this raises.
+        """
+        check(lib.criticalkv_evict(self._ctx, budget, slack))
 
     def reserve(self, n: int) -> None:
         """Make room for ``n`` entries per head; MemoryError if there is none, and the cache is then as it was."""

@@ -36,7 +36,7 @@ def text(n: int, seed: int = 1) -> list[int]:
 
 def grow_too_far(llm: Llama) -> dict[str, Any]:
     llm.eval(text(200))
-    before = (kept(llm), llm.n_tokens)
+    before, allocated = (kept(llm), llm.n_tokens), llm.kv_stats().bytes_allocated
     allow(40 * MIB)
     out: dict[str, Any] = {}
     try:
@@ -44,6 +44,7 @@ def grow_too_far(llm: Llama) -> dict[str, Any]:
     except MemoryError as e:
         out["error"] = str(e)
     out["same"] = before == (kept(llm), llm.n_tokens)
+    out["allocated"] = allocated, llm.kv_stats().bytes_allocated
     # a caller of llama_cpp's own eval grows in the decode
     try:
         prefill_only(llm, text(7000, seed=2))

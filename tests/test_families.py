@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from expected import AGGREGATES, NORMS, output_projection, reference_scores, relative_error, tensors
 from helpers import entries, greedy, kept, last_logits, prefill_only
+from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 from tiny import write_tiny_lora
 
 from pycriticalkv import KVPolicy, llama_cpp
+from pycriticalkv.state import StateError
 
 WINDOW = 16
 # layers that can be evicted in the tiny model of each kind, of four
@@ -114,8 +116,9 @@ def test_a_prompt_that_shares_a_beginning_is_answered_as_by_a_fresh_object(model
         for common, n in ((300, 500), (590, 620), (600, 600)):
             prompt = tokens(600)[:common] + tokens(n - common, seed=7)
             fresh.reset()
-            # read anew, the last token is evaluated with the others; read again, it may be evaluated alone
-            assert greedy(used, prompt, 20) == greedy(fresh, prompt, 20) or n == 600
+            same = greedy(used, prompt, 20) == greedy(fresh, prompt, 20)
+            # without an eviction the last token of a prompt read again is evaluated alone, which rounds differently
+            assert same or (n == 600 and budget == 1000)
             assert used.n_tokens == fresh.n_tokens
 
 
@@ -151,6 +154,30 @@ def test_state_round_trip(model, load, tokens, arch):
         assert relative_difference(last_logits(two), last_logits(one)) < 4e-3
     else:
         assert np.array_equal(last_logits(one), last_logits(two))
+
+
+@pytest.mark.parametrize("arch", SLIDING)
+def test_a_state_whose_sliding_window_does_not_fit_is_refused(model, load, tokens, arch):
+    one = load(model(arch), kv_budget=96, n_ctx=2048, n_ubatch=512)
+    two = load(model(arch), kv_budget=96, n_ctx=2048, n_ubatch=64)
+    for llm in (one, two):
+        llm.eval(tokens(600))
+    before = kept(two)
+    with pytest.raises(StateError, match="another n_ctx or n_ubatch"):
+        two.load_state(one.save_state())
+    assert kept(two) == before
+    two.eval([5])
+
+
+@pytest.mark.parametrize("arch", HYBRID)
+def test_drafts_are_refused_where_they_cannot_be_taken_back(model, load, arch):
+    with pytest.raises(ValueError, match="draft_model"):
+        load(model(arch), kv_budget=96, n_ctx=512, draft_model=LlamaPromptLookupDecoding())
+
+
+def test_drafts_in_front_of_a_sliding_window(model, load, tokens):
+    llm = load(model("gemma3"), kv_budget=96, n_ctx=2048, draft_model=LlamaPromptLookupDecoding())
+    assert len(greedy(llm, tokens(60) * 8, 60)) == 60
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------

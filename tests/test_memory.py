@@ -53,6 +53,13 @@ def test_after_an_eviction_there_is_room_for_budget_and_slack(tiny, load, tokens
     assert allocated_entries(llm) <= max(1.1 * room, room + 63)
 
 
+def test_a_share_leaves_room_for_its_slack(tiny, load, tokens):
+    llm = load(tiny, kv_budget=0.5, n_ctx=8192)
+    llm.eval(tokens(2000))
+    room = 1000 + KVPolicy().slack_for(1000)
+    assert room <= allocated_entries(llm) <= room + 63
+
+
 def test_generation_without_an_eviction_grows_in_small_steps(tiny, load, tokens):
     llm = load(tiny, kv_budget=2000, n_ctx=4096)
     llm.eval(tokens(700))
@@ -68,9 +75,13 @@ def test_growing_in_a_decode_changes_no_number(tiny, load, tokens):
     for i in range(0, len(text), 100):
         prefill_only(grown, text[i : i + 100])
     assert allocated_entries(grown) > allocated_entries(reserved) == 2560
-    for il in range(3):
-        for which in "kv":
-            assert np.array_equal(grown._kv_store.read(which, il), reserved._kv_store.read(which, il)) or il > 0
+    for which in "kv":
+        got, want = (llm._kv_store.read(which, 0) for llm in (grown, reserved))
+        assert np.array_equal(got, want)
+        # deeper layers saw another split of the prompt into batches, which rounds differently
+        for il in (1, 2):
+            got, want = (llm._kv_store.read(which, il) for llm in (grown, reserved))
+            assert np.abs(got - want).max() < 0.02 * np.abs(want).max()
     once = load(tiny, kv_budget=3000, n_ctx=4096)
     prefill_only(once, text)
     assert np.array_equal(last_logits(once), last_logits(reserved))
@@ -127,7 +138,7 @@ def test_growing_without_memory_raises_and_changes_nothing(wide, load, tokens, t
     skip_with_sanitizers()
     got = short_of_memory(wide, "grow", tmp_path / "out")
     assert "asked for" in got["error"] and "bytes" in got["error"]
-    assert got["same"]
+    assert got["same"] and got["allocated"][0] == got["allocated"][1]
     assert "llama_decode" in got["decode"]
     fresh = load(wide, kv_budget=3000, n_ctx=8192, n_threads_batch=1)
     fresh.eval(tokens(200))

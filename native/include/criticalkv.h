@@ -135,9 +135,10 @@ CRITICALKV_API int criticalkv_prepare(const struct criticalkv_params * params);
  * the context was created. CRITICALKV_ERR_STATE without a store. */
 CRITICALKV_API int criticalkv_check(struct llama_context * ctx);
 
-/* Evict now down to `budget` entries per head (window and sinks included). Fewer entries than that: nothing happens.
+/* Evict now down to `budget` entries per head (window and sinks included), and leave room for `slack` more (0: as in the
+ * parameters). Fewer entries than the budget: nothing happens.
  * Waits for the graph in flight. The logits of the last decode stay readable. */
-CRITICALKV_API int criticalkv_evict(struct llama_context * ctx, int32_t budget);
+CRITICALKV_API int criticalkv_evict(struct llama_context * ctx, int32_t budget, int32_t slack);
 
 /* Make the memory of the cache hold n entries per head (0..n_ctx): it grows to that at once, where a decode would let it
  * grow step by step, and gives back what an earlier, longer content left. Entries that are there stay. When memory runs

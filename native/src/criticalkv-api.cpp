@@ -63,8 +63,8 @@ int criticalkv_check(llama_context * ctx) {
     return guarded([&] { store_of(ctx).check_layers(); });
 }
 
-int criticalkv_evict(llama_context * ctx, int32_t budget) {
-    return guarded([&] { store_of(ctx).evict(*ctx, budget); });
+int criticalkv_evict(llama_context * ctx, int32_t budget, int32_t slack) {
+    return guarded([&] { store_of(ctx).evict(*ctx, budget, slack); });
 }
 
 int criticalkv_reserve(llama_context * ctx, int64_t n) {

@@ -61,6 +61,7 @@ void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res
     layer & l      = *found;
     l.captured     = true;
     l.wo           = call.wo;
+    l.wo_scale     = call.wo_s;
     l.sinks        = call.sinks;
     l.info.scale   = call.scale;
     l.info.softcap = call.softcap;

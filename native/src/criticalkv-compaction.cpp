@@ -75,9 +75,8 @@ static kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, i
     return rows;
 }
 
-std::vector<kv_rows> store::compact(llama_context & lctx, const keep_lists & keep) {
-    const int64_t        capacity = evicted_capacity((int64_t) keep[0][0].size());
-    int64_t              bytes    = bytes_allocated();
+std::vector<kv_rows> store::compact(llama_context & lctx, const keep_lists & keep, int64_t capacity) {
+    int64_t              bytes = bytes_allocated();
     std::vector<kv_rows> rows;
     for (size_t i = 0; i < layers.size(); ++i) {
         rows.push_back(compact_layer(lctx, layers[i], n_entries(), capacity, keep[i]));

@@ -103,8 +103,8 @@ int64_t store::padded(int64_t n) const {
 }
 
 // Room for the entries that an eviction leaves and those that generation adds until the next one.
-int64_t store::evicted_capacity(int64_t n_keep) const {
-    return std::min<int64_t>(GGML_PAD(n_keep + params.slack, padding(layers[0], true)), cells().size());
+int64_t store::evicted_capacity(int64_t n_keep, int64_t slack) const {
+    return std::min<int64_t>(GGML_PAD(n_keep + slack, padding(layers[0], true)), cells().size());
 }
 
 int64_t store::bytes_allocated() const {
@@ -119,24 +119,42 @@ void store::note_allocated(int64_t bytes) {
     bytes_peak = std::max(bytes_peak, bytes);
 }
 
-// Layer by layer, so that only one layer exists twice at a time. When memory runs out, the layers that were changed hold
-// the same entries in more room.
+void store::resize_layer(layer & l, int64_t capacity) {
+    kv_rows       rows = allocate_rows(l, capacity);
+    const int64_t n    = std::min({ (int64_t) cells().used_max_p1(), l.rows.capacity, capacity });
+    note_allocated(bytes_allocated() + rows.bytes());
+    if (l.rows.buf) {
+        copy_rows(l.rows.k, rows.k, n);
+        copy_rows(l.rows.v, rows.v, n);
+    }
+    memory_version += 1;
+    adopt_rows(l, std::move(rows));
+}
+
+// Layer by layer, so that only one layer exists twice at a time. When memory runs out, the layers that have grown shrink
+// again; they hold the same entries at every moment.
 void store::resize(int64_t capacity) {
-    const int64_t n_rows = cells().used_max_p1();
     const int64_t before = bytes_allocated();
+    const int64_t old    = this->capacity();
     for (layer & l : layers) {
         if (l.rows.capacity == capacity) {
             continue;
         }
-        kv_rows       rows = allocate_rows(l, capacity);
-        const int64_t n    = std::min({ n_rows, l.rows.capacity, capacity });
-        note_allocated(bytes_allocated() + rows.bytes());
-        if (l.rows.buf) {
-            copy_rows(l.rows.k, rows.k, n);
-            copy_rows(l.rows.v, rows.v, n);
+        try {
+            resize_layer(l, capacity);
+        } catch (const error &) {
+            for (layer & changed : layers) {
+                try {
+                    if (old > 0 && changed.rows.capacity > old) {
+                        resize_layer(changed, old);
+                    }
+                } catch (const error &) {
+                    // it keeps more room than it needs
+                }
+            }
+            return_freed_memory(before);
+            throw;
         }
-        memory_version += 1;
-        adopt_rows(l, std::move(rows));
     }
     return_freed_memory(before);
 }
@@ -149,13 +167,21 @@ void store::reserve(llama_context & lctx, int64_t n) {
                     "n is " + std::to_string(n) + ", allowed: 0 to " + std::to_string(cells().size()) + " (n_ctx)");
     }
     const int64_t target = padded(std::max<int64_t>(n, cells().used_max_p1()));
-    const int64_t usual  = evicted ? std::max(target, evicted_capacity(budget)) : target;
+    const int64_t usual  = evicted ? std::max(target, evicted_capacity(budget, slack)) : target;
+    int64_t       most   = 0;
+    for (const layer & l : layers) {
+        most = std::max(most, l.rows.capacity);
+    }
     if (capacity() < target) {
         lctx.synchronize();
         resize(target);
-    } else if (capacity() > usual + usual / 4) {
+    } else if (most > usual + usual / 4) {
         lctx.synchronize();
-        resize(usual);
+        try {
+            resize(usual);
+        } catch (const error &) {
+            // to give memory back is no reason to fail
+        }
     }
 }
 

@@ -1,9 +1,10 @@
 // Elastic memory: the rows behind the K and V tensors of one layer.
 //
 // llama.cpp makes the tensors of a cache with n_ctx rows and never resizes them. Here they keep that shape, so no graph
-// and no view changes, but their data is a buffer with room for `capacity` rows. Nobody touches a row beyond the
-// number of slots that attention reads (n_kv), and the store sees to it that n_kv never exceeds the capacity. A graph that
-// was built before a change holds old addresses: `store::memory_version` tells it not to be used again.
+// and no view changes, but their data is a buffer with room for `capacity` rows. Attention reads the first n_kv
+// rows, and the store sees to it that n_kv never exceeds the capacity; what else reads rows (states, scores) checks first
+// that the cells in use are within it. A graph that was built before a change holds old addresses:
+// `store::memory_version` tells it not to be used again.
 #pragma once
 
 #include "ggml-cpp.h"

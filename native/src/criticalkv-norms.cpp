@@ -73,6 +73,9 @@ static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::v
     ggml_context *     ctx = gr.ctx();
     std::vector<float> identity;
     ggml_tensor *      w = dequantized_wo(gr, l, identity);
+    if (l.wo_scale != nullptr) {
+        w = ggml_mul(ctx, w, ggml_reshape_2d(ctx, to_f32(ctx, l.wo_scale), 1, ggml_nelements(l.wo_scale)));
+    }
     for (const lora_part & lora : loras) {
         ggml_tensor * a    = ggml_cont(ctx, ggml_transpose(ctx, to_f32(ctx, lora.a)));  // [rank, n_embd_v * n_head]
         ggml_tensor * part = matmul(ctx, a, to_f32(ctx, lora.b));
@@ -123,15 +126,16 @@ unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params
         // the fused op reads W_O turned, and the cache from the host
         return unpack_wo(lctx, l, loras, ggml_backend_buft_is_host(l.buft));
     }
-    if (!l.has_gram || l.gram_loras != loras) {
+    // with adapters it is made anew each time: which ones are loaded may have changed, also behind the same addresses
+    if (!l.has_gram || l.gram_wo != l.wo || !loras.empty()) {
         l.has_gram           = false;
         const unpacked_wo wo = unpack_wo(lctx, l, loras, false);
         const int64_t     g  = params.norm == CRITICALKV_NORM_GRAM ? l.info.n_head / l.info.n_head_kv : 1;
         for (int64_t i = 0; i < l.gram->ne[2]; ++i) {
             compute_gram(lctx, l, wo, i, i * g, g);
         }
-        l.has_gram   = true;
-        l.gram_loras = loras;
+        l.has_gram = loras.empty();
+        l.gram_wo  = l.wo;
     }
     return {};
 }

@@ -7,6 +7,7 @@
 #include "criticalkv-store.h"
 #include "llama-context.h"
 #include "llama-io.h"
+#include "llama-kv-cache-iswa.h"
 #include "llama-kv-cells.h"
 
 #include <algorithm>
@@ -15,7 +16,7 @@
 namespace criticalkv {
 
 static constexpr uint32_t STATE_MAGIC   = 0x31564B43;  // "CKV1"
-static constexpr uint32_t STATE_VERSION = 1;
+static constexpr uint32_t STATE_VERSION = 2;
 
 [[noreturn]] static void reject_state(const std::string & why) {
     set_last_error("the state cannot be loaded: " + why);
@@ -49,10 +50,17 @@ state_header store::make_header() const {
     h.budget           = budget;
     h.n_entries        = n_entries();
     h.n_positions      = n_positions();
+    h.rotated          = (cache.attn_rot_k ? 1 : 0) + (cache.attn_rot_v ? 2 : 0);
+    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(owner.get_memory())) {
+        h.n_cells_swa = (int32_t) iswa->get_swa()->get_size();
+    }
     return h;
 }
 
 void store::state_write(llama_io_write_i & io) const {
+    if ((int64_t) cells().used_max_p1() > capacity()) {
+        throw error(CRITICALKV_ERR_STATE, "the last decode failed; clear the cache");
+    }
     const state_header h = make_header();
     io.write(&h, sizeof(h));
     io.write(query_pos.data(), query_pos.size() * sizeof(int32_t));
@@ -90,6 +98,12 @@ static void check_header(const state_header & got, const state_header & want, in
     }
     if (got.type_k != want.type_k || got.type_v != want.type_v) {
         reject_state("it was saved with another cache type (type_k, type_v)");
+    }
+    if (got.rotated != want.rotated) {
+        reject_state("it was saved with another rotation of the cache (LLAMA_ATTN_ROT_DISABLE)");
+    }
+    if (got.n_cells_swa != want.n_cells_swa) {
+        reject_state("it was saved with another n_ctx or n_ubatch, and its sliding-window layers do not fit");
     }
     if (got.n_entries < 0 || got.n_entries > n_cells) {
         reject_state("it holds " + std::to_string(got.n_entries) + " entries, this cache has room for " +
@@ -171,6 +185,12 @@ void store::state_read(llama_io_read_i & io) {
         resize(needed);
     }
     loaded = std::move(state);
+}
+
+void store::state_check_cells(uint32_t n_cells) const {
+    if (!loaded || (int64_t) n_cells != loaded->header.n_entries) {
+        reject_state("the cache in it is not the one that its positions belong to");
+    }
 }
 
 void store::state_commit() {

@@ -35,7 +35,7 @@ void store::attach(llama_memory_i * memory, const llama_model & model, const lla
 
 store::store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
              const criticalkv_params & params, llama_context & owner) :
-    cache(cache), model(model), owner(owner), params(params), budget(params.budget) {
+    cache(cache), model(model), owner(owner), params(params), budget(params.budget), slack(params.slack) {
     query_pos.assign(ring(), -1);
     for (const auto & from : cache.layers) {
         layer l    = {};
@@ -159,12 +159,13 @@ std::vector<int32_t> store::positions(const layer & l, int32_t head) const {
 // a hole into a cache that was never evicted.
 void store::check_cells() const {
     const int32_t n  = n_entries();
-    bool          ok = (int32_t) cells().used_max_p1() == n;
+    bool          ok = (int32_t) cells().used_max_p1() == n && n <= capacity();
     for (int32_t i = 1; ok && i < n; ++i) {
         ok = cells().pos_get(i - 1) < cells().pos_get(i);
     }
     if (!ok) {
-        throw error(CRITICALKV_ERR_STATE, "the cache has holes or is not in the order of positions");
+        throw error(CRITICALKV_ERR_STATE,
+                    "the cache has holes or is not in the order of positions, or a decode failed; clear it");
     }
 }
 
@@ -206,6 +207,7 @@ void store::on_clear(bool data) {
     evicted_at   = 0;
     tail_start   = 0;
     budget       = params.budget;
+    slack        = params.slack;
     entries_peak = 0;
     bytes_peak   = bytes_allocated();
     counters     = {};
@@ -300,6 +302,7 @@ llama_memory_context_ptr store::init_update(llama_context * lctx, bool optimize)
         asked        = {};
         asked.what   = request::EVICT;
         asked.budget = budget;
+        asked.slack  = slack;
     }
     if (asked.what == request::NONE) {
         return nullptr;
@@ -317,7 +320,7 @@ bool store::run_request(llama_context & lctx) {
         check_layers();
         check_cells();
         if (what.what == request::EVICT) {
-            run_eviction(lctx, what.budget);
+            run_eviction(lctx, what.budget, what.slack);
         } else {
             *what.out = compute_scores(lctx, layers[what.index]);
         }
@@ -353,13 +356,18 @@ void store::run(llama_context & lctx, const request & what) {
     }
 }
 
-void store::evict(llama_context & lctx, int32_t new_budget) {
+void store::evict(llama_context & lctx, int32_t new_budget, int32_t new_slack) {
     if (new_budget < least_budget(params)) {
         throw error(CRITICALKV_ERR_ARGUMENT, "budget is " + std::to_string(new_budget) + ", allowed: at least " +
                                                  std::to_string(least_budget(params)) + " (window + sinks + 1)");
     }
+    if (new_slack < 0) {
+        throw error(CRITICALKV_ERR_ARGUMENT, "slack is " + std::to_string(new_slack) + ", allowed: 0 or more");
+    }
+    new_slack = new_slack == 0 ? params.slack : new_slack;
     if (n_entries() <= new_budget) {
         budget = new_budget;
+        slack  = new_slack;
         return;
     }
     const double  before = counters.seconds_total;
@@ -367,6 +375,7 @@ void store::evict(llama_context & lctx, int32_t new_budget) {
     request       what;
     what.what   = request::EVICT;
     what.budget = new_budget;
+    what.slack  = new_slack;
     run(lctx, what);
     budget                 = new_budget;
     counters.seconds_total = before + (double) (ggml_time_us() - t0) * 1e-6;  // with the new reservation of the graph
@@ -449,14 +458,15 @@ void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
     cache.v_heads[0] = (uint32_t) first.size();
 }
 
-void store::run_eviction(llama_context & lctx, int32_t new_budget) {
+void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_slack) {
     const keep_lists     keep = choose(lctx, new_budget);
     const int64_t        t0   = ggml_time_us();
     kept_positions       kept = positions_of(keep);
-    std::vector<kv_rows> rows = compact(lctx, keep);
+    std::vector<kv_rows> rows = compact(lctx, keep, evicted_capacity(new_budget, new_slack));
     commit(std::move(kept), std::move(rows));
     counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;
     counters.n_evictions += 1;
+    slack = new_slack;
 }
 
 // ---- read back -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 //
 // One store belongs to one llama_kv_cache (one sequence, one stream). It saves the last queries of every layer while the
 // model runs (capture), scores entries with them (score), lets the pure selection choose, and moves the kept rows to
-// the front of the cache (compaction). The patches in native/patches call the functions under "hooks"; the C API calls
+// new, smaller memory (compaction). The patches in native/patches call the functions under "hooks"; the C API calls
 // the rest.
 #pragma once
 
@@ -34,8 +34,6 @@ struct lora_part {
     ggml_tensor * a;  // [n_embd_v * n_head, rank]
     ggml_tensor * b;  // [rank, n_embd]
     float         scale;
-
-    bool operator==(const lora_part & o) const { return a == o.a && b == o.b && scale == o.scale; }
 };
 
 constexpr int64_t V_ROTATION = 64;
@@ -53,7 +51,8 @@ struct layer {
 
     ggml_backend_buffer_type_t buft = nullptr;  // where the layer's memory is
 
-    ggml_tensor * wo = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
+    ggml_tensor * wo_scale = nullptr;  // [1] or [n_embd], of the products with wo, or nullptr, owned by the model
+    ggml_tensor * wo       = nullptr;  // [n_embd_v * n_head, n_embd], owned by the model
     // Orthonormal Hadamard matrix [V_ROTATION, V_ROTATION], its own inverse, by which quantized caches rotate each
     // V_ROTATION numbers of a value (llama.cpp's attn_rot_v); nullptr: values are as the model made them
     const std::vector<float> * v_rotation = nullptr;
@@ -64,10 +63,10 @@ struct layer {
     // F32 [n_embd_v, n_embd_v, Gram matrices]; nullptr if the norm needs none
     ggml_tensor * gram = nullptr;
 
-    bool                   captured = false;  // a graph with this layer's attention was built
-    bool                   has_gram = false;  // gram has been computed, with gram_loras
-    std::vector<lora_part> gram_loras;
-    std::string            refused;  // why this layer cannot be scored, "" if it can
+    bool          captured = false;  // a graph with this layer's attention was built
+    bool          has_gram = false;  // gram has been computed, from gram_wo without adapters
+    ggml_tensor * gram_wo  = nullptr;
+    std::string   refused;  // why this layer cannot be scored, "" if it can
 
     // Original positions of the slots that evictions have left, per KV head, ascending. Later slots hold one position for
     // all heads, which the cells of the cache know. Empty before the first eviction.
@@ -91,6 +90,7 @@ struct layer_scores {
 struct attention_call {
     ggml_tensor * q;      // [n_embd_k, n_head, n_tokens], after RoPE (and after the cache's own rotation)
     ggml_tensor * wo;     // nullptr: applied elsewhere
+    ggml_tensor * wo_s;   // scale of the products with wo, or nullptr
     ggml_tensor * bias;   // of the logits (kq_b)
     ggml_tensor * sinks;  // [n_head] or nullptr
     float         scale;
@@ -113,6 +113,8 @@ struct state_header {
     int32_t           budget;     // in force at the last eviction
     int32_t           n_entries;  // of one head
     int32_t           n_positions;
+    int32_t           rotated;      // bit 0: K, bit 1: V
+    int32_t           n_cells_swa;  // of the cache of sliding-window layers, 0 without
     int32_t           padding;
 };
 
@@ -156,6 +158,7 @@ class store {
     // keeps it aside; state_commit puts it in force once the cache has read its part.
     void state_write(llama_io_write_i & io) const;
     void state_read(llama_io_read_i & io);
+    void state_check_cells(uint32_t n_cells) const;
     void state_commit();
 
     // ---- for the C API -----------------------------------------------------------------------------------------------
@@ -165,7 +168,7 @@ class store {
 
     void                 check_layers() const;
     void                 reserve(llama_context & lctx, int64_t n);
-    void                 evict(llama_context & lctx, int32_t budget);
+    void                 evict(llama_context & lctx, int32_t budget, int32_t slack);
     layer_scores         scores(llama_context & lctx, int32_t il);
     criticalkv_stats     stats() const;
     std::vector<int32_t> positions(const layer & l, int32_t head) const;
@@ -195,6 +198,7 @@ class store {
         enum { NONE, EVICT, SCORE } what = NONE;
 
         int32_t        budget = 0;        // of EVICT
+        int32_t        slack  = 0;        // of EVICT
         size_t         index  = 0;        // of SCORE, in layers
         layer_scores * out    = nullptr;  // of SCORE
     };
@@ -220,9 +224,10 @@ class store {
     void                   clear_cache();            // metadata only
     int64_t                capacity() const;         // entries per head that all layers have room for
     int64_t                padded(int64_t n) const;  // rows of memory for n entries
-    int64_t                evicted_capacity(int64_t n_keep) const;
+    int64_t                evicted_capacity(int64_t n_keep, int64_t slack) const;
     int64_t                bytes_allocated() const;
     void                   note_allocated(int64_t bytes);
+    void                   resize_layer(layer & l, int64_t capacity);
     void                   resize(int64_t capacity);
     state_header           make_header() const;
     void                   check_loaded(const loaded_state & state) const;
@@ -233,9 +238,9 @@ class store {
     layer_scores           compute_scores(llama_context & lctx, layer & l);
     kept_positions         positions_of(const keep_lists & keep) const;
     keep_lists             choose(llama_context & lctx, int32_t budget);
-    std::vector<kv_rows>   compact(llama_context & lctx, const keep_lists & keep);
+    std::vector<kv_rows>   compact(llama_context & lctx, const keep_lists & keep, int64_t capacity);
     void                   commit(kept_positions kept, std::vector<kv_rows> rows);
-    void                   run_eviction(llama_context & lctx, int32_t budget);
+    void                   run_eviction(llama_context & lctx, int32_t budget, int32_t slack);
 
     llama_kv_cache &    cache;
     const llama_model & model;
@@ -248,6 +253,7 @@ class store {
     int32_t              evicted_at = 0;  // positions there were at the last eviction
     int32_t              tail_start = 0;  // every head holds all positions from here on
     int32_t              budget     = 0;  // of the last eviction
+    int32_t              slack      = 0;  // entries over it that there is room for
 
     request                       asked;
     std::string                   failure;  // of the last request, "" if none

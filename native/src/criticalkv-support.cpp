@@ -8,24 +8,23 @@
 #include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
+#include <typeinfo>
+
 namespace criticalkv {
 
-static bool has_sliding_half(llama_memory_i * memory) {
-    return dynamic_cast<llama_kv_cache_iswa *>(memory) != nullptr ||
-           dynamic_cast<llama_memory_hybrid_iswa *>(memory) != nullptr;
+// Exactly the type: classes derived from these keep caches of their own in step with the cells.
+template <typename T> static T * exactly(llama_memory_i * memory) {
+    return memory != nullptr && typeid(*memory) == typeid(T) ? static_cast<T *>(memory) : nullptr;
 }
 
 llama_kv_cache * evictable_cache(llama_memory_i * memory) {
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory)) {
+    if (auto * hybrid = exactly<llama_memory_hybrid>(memory)) {
         return hybrid->get_mem_attn();
     }
-    if (auto * hybrid = dynamic_cast<llama_memory_hybrid_iswa *>(memory)) {
-        return hybrid->get_mem_attn()->get_base();
-    }
-    if (auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory)) {
+    if (auto * iswa = exactly<llama_kv_cache_iswa>(memory)) {
         return iswa->get_base();
     }
-    return dynamic_cast<llama_kv_cache *>(memory);
+    return exactly<llama_kv_cache>(memory);
 }
 
 const char * refuse_memory(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams) {
@@ -42,10 +41,13 @@ const char * refuse_memory(llama_memory_i * memory, const llama_model & model, c
     if (hparams.is_mla()) {
         return "models with multi-head latent attention (MLA) are not supported";
     }
+    if (dynamic_cast<llama_memory_hybrid_iswa *>(memory) != nullptr) {
+        return "hybrid models with sliding-window layers are not supported yet";
+    }
     if (evictable_cache(memory) == nullptr) {
         return "the model's kind of cache is not supported";
     }
-    if (hparams.swa_type != LLAMA_SWA_TYPE_NONE && !has_sliding_half(memory)) {
+    if (hparams.swa_type != LLAMA_SWA_TYPE_NONE && exactly<llama_kv_cache_iswa>(memory) == nullptr) {
         return "all layers have a sliding window, which already bounds the cache";
     }
     if (hparams.use_alibi || hparams.f_max_alibi_bias > 0.0f) {
@@ -91,6 +93,9 @@ const char * refuse_layer(const layer & l) {
     }
     if (!known_type(l.k->type) || !known_type(l.v->type)) {
         return "the cache type must be f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0 (type_k, type_v)";
+    }
+    if (l.info.n_head_kv == 0) {
+        return "some of its layers have a cache without KV heads";
     }
     if (l.info.n_head % l.info.n_head_kv != 0) {
         return "query heads are not a multiple of KV heads";

@@ -1,0 +1,7 @@
+"""``python -m pycriticalkv``."""
+
+import sys
+
+from pycriticalkv.cli import main
+
+sys.exit(main())

@@ -1,0 +1,163 @@
+"""The command line: ``pycriticalkv eval`` and ``pycriticalkv inspect``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+CACHE_TYPES = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+
+
+def budget(text: str) -> int | float:
+    """An int is entries, a number with a point or a percent sign is a share."""
+    try:
+        if text.endswith("%"):
+            return float(text[:-1]) / 100
+        return float(text) if "." in text else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: allowed are entries (512) and shares (0.2, 20%)") from None
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--type", default="f16", choices=CACHE_TYPES, help="type of keys and values (default: f16)")
+
+
+def _llama_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    kind = CACHE_TYPES[args.type]
+    return {"n_threads": args.threads, "n_threads_batch": args.threads, "type_k": kind, "type_v": kind}
+
+
+def _add_eval(commands: Any) -> None:
+    from pycriticalkv.evaluation.runner import SETTINGS  # noqa: PLC0415
+    from pycriticalkv.evaluation.tasks import TASKS  # noqa: PLC0415
+    from pycriticalkv.policy import PRESETS  # noqa: PLC0415
+
+    parser = commands.add_parser(
+        "eval",
+        help="does it still answer right? accuracy by policy and budget",
+        description="Accuracy on tasks with known answers, by policy and budget, beside the full cache. Every outcome "
+        "is appended to the --out file; started again with the same file, it goes on where it stopped.",
+    )
+    _model_arguments(parser)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS, metavar="TASK",
+                        help=f"of {', '.join(TASKS)} (default: all)")  # fmt: skip
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="prompt lengths (default: 2048)")
+    parser.add_argument("--samples", type=int, default=20, help="samples per task and length (default: 20)")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--policies", nargs="+", default=list(PRESETS), choices=PRESETS)
+    parser.add_argument("--budgets", type=budget, nargs="+", default=[0.1, 0.2, 512],
+                        help="entries per KV head (512) or shares (0.2, 20%%) (default: 0.1 0.2 512)")  # fmt: skip
+    parser.add_argument("--window", type=int, help="queries that observe, in place of the policies' own")
+    parser.add_argument("--text", type=Path, help="a text file to hide things in, instead of public text")
+    parser.add_argument(
+        "--questions",
+        type=Path,
+        metavar="FILE",
+        help="your own instead: JSON lines of context (or context_file), question, answers",
+    )
+    parser.add_argument("--out", type=Path, default=Path("eval.jsonl"), help="JSON lines (default: eval.jsonl)")
+    parser.add_argument("--plot", type=Path, help="also draw accuracy over budget as a PNG")
+    parser.set_defaults(run=_eval)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from tqdm import tqdm  # noqa: PLC0415
+
+    from pycriticalkv.evaluation.runner import Evaluator, Grid, append_outcome, read_outcomes  # noqa: PLC0415
+    from pycriticalkv.evaluation.summary import summarize, table  # noqa: PLC0415
+    from pycriticalkv.evaluation.tasks import load_questions  # noqa: PLC0415
+
+    if args.samples < 1:
+        raise ValueError(f"--samples {args.samples}: allowed is at least 1")
+    grid = Grid(
+        tasks=tuple(args.tasks), n_tokens=tuple(args.tokens), settings=tuple(args.settings),
+        seeds=tuple(range(args.first_seed, args.first_seed + args.samples)),
+        policies=tuple(args.policies), budgets=tuple(args.budgets), window=args.window,
+    )  # fmt: skip
+    questions = load_questions(args.questions) if args.questions else []
+    if questions:
+        grid = replace(grid, tasks=())
+    text = args.text.read_text(encoding="utf-8") if args.text else None
+    outcomes = read_outcomes(args.out) if args.out.exists() else []
+    with Evaluator(args.model, grid, **_llama_arguments(args)) as evaluator:
+        total = grid.size or len(questions) * len(grid.settings) * len(grid.arms)
+        bar = tqdm(total=total, initial=min(len(outcomes), total), unit="answer", disable=None)
+        todo = evaluator.ask(questions, done=outcomes) if questions else evaluator.run(done=outcomes, text=text)
+        for outcome in todo:
+            append_outcome(args.out, outcome)
+            outcomes.append(outcome)
+            bar.update()
+        bar.close()
+    print(table(summarize(outcomes)))
+    overall = summarize(outcomes, by_task=False)
+    print()
+    print(table(overall))
+    if args.plot:
+        from pycriticalkv.evaluation.plots import plot_accuracy  # noqa: PLC0415
+
+        plot_accuracy(overall, args.plot, args.model.name)
+
+
+def _add_inspect(commands: Any) -> None:
+    from pycriticalkv.policy import DEFAULT_PRESET, PRESETS  # noqa: PLC0415
+
+    parser = commands.add_parser(
+        "inspect",
+        help="which tokens did each layer and head keep?",
+        description="A report of the tokens that were kept.",
+    )
+    _model_arguments(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="text, or @FILE")
+    parser.add_argument("--budget", type=budget, default=0.2,
+                        help="entries (512) or a share (0.2, 20%%) (default: 0.2)")  # fmt: skip
+    parser.add_argument("--policy", default=DEFAULT_PRESET, choices=PRESETS)
+    parser.add_argument("--out", type=Path, default=Path("inspect.html"), help="HTML report (default: inspect.html)")
+    parser.add_argument("--json", type=Path, help="also write what was kept as JSON")
+    parser.set_defaults(run=_inspect)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from pycriticalkv import Llama  # noqa: PLC0415
+    from pycriticalkv.evaluation.inspection import inspect_prompt, write_html  # noqa: PLC0415
+
+    prompt = Path(args.prompt[1:]).read_text(encoding="utf-8") if args.prompt.startswith("@") else args.prompt
+    arguments = _llama_arguments(args)
+    llm = Llama(str(args.model), kv_budget=args.budget, kv_policy=args.policy, verbose=False, **arguments)
+    inspection = inspect_prompt(llm, prompt)
+    llm.close()
+    write_html(inspection, args.out)
+    print(args.out)
+    if args.json:
+        args.json.write_text(json.dumps(inspection.to_json()), encoding="utf-8")
+        print(args.json)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; problems the user can solve are told in one line, with exit status 1."""
+    parser = argparse.ArgumentParser(prog="pycriticalkv", description="Tools around pycriticalkv.Llama.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_eval(commands)
+    _add_inspect(commands)
+    args = parser.parse_args(arguments)
+    try:
+        args.run(args)
+    except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
+        print(f"pycriticalkv: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("pycriticalkv: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

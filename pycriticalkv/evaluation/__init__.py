@@ -1,0 +1,1 @@
+"""Measuring and looking at what a KV budget does to a model."""

@@ -1,0 +1,268 @@
+"""Does it still answer right? Tasks with known answers, with the full cache and with evicted ones.
+
+All arms of a sample share one prefill: the prompt is read once, its cache is saved, and every policy and budget starts
+from that state. So a budget of all entries differs from the full cache in nothing, and arms are compared in pairs.
+
+Two settings. *query-aware*: the question is part of the prompt that is evicted, as when it is asked once.
+*context-only*: the context is evicted before the question is known, as when a second question is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+import numpy as np
+import numpy.typing as npt
+
+from pycriticalkv.evaluation import prompts
+from pycriticalkv.evaluation.tasks import OWN_TASK, TASKS, Sample, make_sample, score
+from pycriticalkv.llama import Llama
+from pycriticalkv.policy import LEAST_SHARE, PRESETS, KVPolicy, resolve_policy
+
+SETTINGS = ("query-aware", "context-only")
+FULL = "full"  # the arm that keeps everything
+UNUSED_BUDGET = 2**30  # of a model that is evicted by hand
+SPARE = 64  # positions beyond prompt and answer
+OWN_ANSWER_TOKENS = 64  # of an answer to a user's own question
+TEMPLATE_TOKENS = 48  # what a chat template may add to a sample
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A policy and a budget: entries per KV head (int), a share of what is evicted (float), or None: everything."""
+
+    policy: str
+    budget: int | float | None
+
+    def entries(self, n: int, policy: KVPolicy) -> int:
+        """Entries per KV head to keep of n."""
+        if self.budget is None:
+            return n
+        if isinstance(self.budget, int):
+            return self.budget
+        return max(policy.least_budget, min(LEAST_SHARE, n), math.floor(self.budget * n))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one arm answered to one sample."""
+
+    task: str
+    seed: int
+    n_tokens: int  # asked for
+    setting: str
+    policy: str
+    budget: int | float | None
+    prompt_tokens: int
+    entries: int  # per KV head after the eviction
+    score: float  # share of the answers that were found, 0 to 1
+    output: str
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What makes an outcome the answer to one question of the grid."""
+        return (self.task, self.seed, self.n_tokens, self.setting, self.policy, self.budget)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is evaluated: every task at every length, seed and setting, by every policy at every budget."""
+
+    tasks: tuple[str, ...] = tuple(TASKS)
+    n_tokens: tuple[int, ...] = (2048,)
+    seeds: tuple[int, ...] = tuple(range(20))
+    settings: tuple[str, ...] = SETTINGS
+    policies: tuple[str, ...] = tuple(PRESETS)
+    budgets: tuple[int | float, ...] = (0.1, 0.2, 512)
+    window: int | None = None  # in place of the presets' own
+
+    def __post_init__(self) -> None:
+        """Check every value; ValueError names the first that is wrong."""
+        _check("task", self.tasks, TASKS)
+        _check("setting", self.settings, SETTINGS)
+        _check("policy", self.policies, PRESETS)
+        for n in self.n_tokens:
+            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+                raise ValueError(f"n_tokens={n!r}: allowed are positive ints")
+        for budget in self.budgets:
+            share = isinstance(budget, float) and 0 < budget <= 1
+            if not share and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
+                raise ValueError(f"budget={budget!r}: allowed are ints (entries) and floats in (0, 1] (share)")
+
+    def policy(self, name: str) -> KVPolicy:
+        """The policy of a name, with the grid's window."""
+        policy = resolve_policy(name)
+        return policy if self.window is None else replace(policy, window=self.window)
+
+    @property
+    def arms(self) -> list[Arm]:
+        """The full cache, then every policy at every budget."""
+        return [Arm(FULL, None), *(Arm(name, budget) for budget in self.budgets for name in self.policies)]
+
+    @property
+    def size(self) -> int:
+        """Outcomes in all, a user's own questions not counted."""
+        return len(self.tasks) * len(self.n_tokens) * len(self.seeds) * len(self.settings) * len(self.arms)
+
+
+def _check(what: str, values: Sequence[str], known: Any) -> None:
+    for value in values:
+        if value not in known:
+            raise ValueError(f"{what}={value!r} is not known; known are {', '.join(known)}")
+
+
+class Evaluator:
+    """One model, opened once per policy; the system shares the weights between them.
+
+    Args:
+        model_path: A GGUF file.
+        grid: What to evaluate.
+        **arguments: More arguments of ``Llama`` (n_threads, type_k, ...).
+    """
+
+    def __init__(self, model_path: str | Path, grid: Grid, **arguments: Any) -> None:
+        given = {"verbose": False, **arguments}
+        if grid.tasks:  # a user's own questions may take the model's whole context
+            longest = max(TASKS[task].max_answer_tokens for task in grid.tasks)
+            given.setdefault("n_ctx", max(grid.n_tokens) + TEMPLATE_TOKENS + longest + SPARE)
+        self.grid = grid
+        self._models = {
+            name: Llama(str(model_path), kv_budget=UNUSED_BUDGET, kv_policy=grid.policy(name), **given)
+            for name in grid.policies
+        }
+        self._reader = next(iter(self._models.values()))
+
+    def close(self) -> None:
+        """Free the models."""
+        for llm in self._models.values():
+            llm.close()
+
+    def __enter__(self) -> Evaluator:
+        """The evaluator itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Free the models."""
+        self.close()
+
+    def sample(self, task: str, n_tokens: int, seed: int, text: str | None = None) -> Sample:
+        """The sample of a task, in tokens of this model."""
+
+        def count(piece: str) -> int:
+            return len(self._reader.tokenize(piece.encode(), add_bos=False, special=False))
+
+        return make_sample(task, n_tokens=n_tokens, seed=seed, count_tokens=count, text=text)
+
+    def run(self, *, done: Sequence[Outcome] = (), text: str | None = None) -> Iterator[Outcome]:
+        """Evaluate what is not done yet, sample by sample; `text` is the haystack in place of public text."""
+        known = {outcome.key for outcome in done}
+        for n_tokens in self.grid.n_tokens:
+            for task in self.grid.tasks:
+                for seed in self.grid.seeds:
+                    for setting in self.grid.settings:
+                        arms = self._missing(task, seed, n_tokens, setting, known)
+                        if arms:
+                            sample = self.sample(task, n_tokens, seed, text)
+                            yield from self.evaluate(sample, setting, arms, n_tokens)
+
+    def ask(self, questions: Sequence[Sample], *, done: Sequence[Outcome] = ()) -> Iterator[Outcome]:
+        """Evaluate a user's own questions (``tasks.load_questions``); their length stands as 0 tokens asked for."""
+        known = {outcome.key for outcome in done}
+        for sample in questions:
+            for setting in self.grid.settings:
+                arms = self._missing(sample.task, sample.seed, 0, setting, known)
+                if arms:
+                    yield from self.evaluate(sample, setting, arms, 0)
+
+    def _missing(self, task: str, seed: int, n_tokens: int, setting: str, known: set[tuple[Any, ...]]) -> list[Arm]:
+        return [arm for arm in self.grid.arms if (task, seed, n_tokens, setting, arm.policy, arm.budget) not in known]
+
+    def evaluate(self, sample: Sample, setting: str, arms: Sequence[Arm], n_tokens: int) -> Iterator[Outcome]:
+        """Outcomes of all arms for one sample, from one prefill per window."""
+        states: dict[int, tuple[llama_cpp.LlamaState, npt.NDArray[np.single]]] = {}
+        prompt = prompts.build(self._reader, sample.context, sample.question)
+        evicted = prompt.tokens if setting == "query-aware" else prompt.context
+        rest = [] if setting == "query-aware" else prompt.question
+        limit = OWN_ANSWER_TOKENS if sample.task == OWN_TASK else TASKS[sample.task].max_answer_tokens
+        for arm in arms:
+            llm = self._reader if arm.policy == FULL else self._models[arm.policy]
+            policy = llm._kv_policy
+            if policy.window not in states:
+                states[policy.window] = _prefill(llm, evicted)
+            state, logits = states[policy.window]
+            llm.load_state(state)
+            entries = min(arm.entries(len(evicted), policy), len(evicted))
+            if arm.policy != FULL:
+                llm._kv_store.evict(max(entries, policy.least_budget))
+            if rest:
+                llm.eval(rest)
+                logits = last_logits(llm)
+            output = _answer(llm, logits, limit)
+            yield Outcome(
+                sample.task, sample.seed, n_tokens, setting, arm.policy, arm.budget,
+                len(prompt.tokens), entries, score(sample, output), output,
+            )  # fmt: skip
+
+
+def last_logits(llm: Llama) -> npt.NDArray[np.single]:
+    """Logits of the token evaluated last, [n_vocab]."""
+    row = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
+    return np.array(np.ctypeslib.as_array(row, shape=(llm.n_vocab(),)))
+
+
+def _prefill(llm: Llama, tokens: list[int]) -> tuple[llama_cpp.LlamaState, npt.NDArray[np.single]]:
+    llm.reset()
+    llm.eval(tokens)
+    return llm.save_state(), last_logits(llm)
+
+
+def _answer(llm: Llama, logits: npt.NDArray[np.single], limit: int) -> str:
+    """Greedy answer of at most `limit` tokens; the first token follows from `logits`."""
+    out: list[int] = []
+    for _ in range(limit):
+        token = int(np.argmax(logits))
+        if llama_cpp.llama_vocab_is_eog(llm._model.vocab, token):
+            break
+        out.append(token)
+        llm.eval([token])
+        logits = last_logits(llm)
+    return str(llm.detokenize(out).decode("utf-8", errors="replace"))
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def append_outcome(path: Path, outcome: Outcome) -> None:
+    """One JSON line more."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
+
+
+def read_outcomes(path: Path) -> list[Outcome]:
+    """Outcomes of a JSON lines file; a last line that was cut off in the middle is left out.
+
+    Raises:
+        ValueError: A line is something else.
+    """
+    outcomes = []
+    names = {field.name for field in fields(Outcome)}
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            if number == len(lines):
+                break  # the file does not end with a newline: the program was stopped while it wrote
+            raise ValueError(f"{path}, line {number}: not JSON") from None
+        if not isinstance(record, dict) or set(record) != names:
+            raise ValueError(f"{path}, line {number}: not an outcome; needed are the fields {', '.join(sorted(names))}")
+        outcomes.append(Outcome(**record))
+    return outcomes

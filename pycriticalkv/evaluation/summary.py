@@ -1,0 +1,115 @@
+"""Tables of outcomes: accuracy with bootstrap intervals, and differences from the full cache in pairs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pycriticalkv.evaluation.runner import FULL, Outcome
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Accuracy of one arm over the samples of a group, and how it differs from the full cache on the same samples.
+
+    Intervals are 95 % percentile bootstrap intervals over samples.
+    """
+
+    group: str  # task, or "all"
+    n_tokens: int
+    setting: str
+    policy: str
+    budget: int | float | None
+    n: int
+    accuracy: float
+    low: float
+    high: float
+    difference: float  # accuracy minus that of the full cache; nan without it
+    difference_low: float
+    difference_high: float
+
+
+def interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
+    """95 % bootstrap interval of the mean; the same values give the same interval."""
+    random = np.random.Generator(np.random.PCG64(seed))
+    means = values[random.integers(0, len(values), (RESAMPLES, len(values)))].mean(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return float(low), float(high)
+
+
+def summarize(outcomes: Sequence[Outcome], *, by_task: bool = True) -> list[Cell]:
+    """Cells in the order of the outcomes; with by_task=False all tasks are one group."""
+    groups: dict[tuple[Any, ...], list[Outcome]] = {}
+    full: dict[tuple[Any, ...], float] = {}
+    for o in outcomes:
+        group = o.task if by_task else "all"
+        groups.setdefault((group, o.n_tokens, o.setting, o.policy, o.budget), []).append(o)
+        if o.policy == FULL:
+            full[o.task, o.seed, o.n_tokens, o.setting] = o.score
+    cells = []
+    for (group, n_tokens, setting, policy, budget), members in groups.items():
+        scores = np.array([o.score for o in members])
+        pairs = [full.get((o.task, o.seed, o.n_tokens, o.setting), math.nan) for o in members]
+        differences = scores - np.array(pairs)
+        low, high = interval(scores)
+        known = not np.isnan(differences).any()
+        difference_low, difference_high = interval(differences) if known else (math.nan, math.nan)
+        cells.append(
+            Cell(
+                group,
+                n_tokens,
+                setting,
+                policy,
+                budget,
+                len(scores),
+                float(scores.mean()),
+                low,
+                high,
+                float(differences.mean()),
+                difference_low,
+                difference_high,
+            )
+        )
+    return cells
+
+
+def budget_name(budget: int | float | None) -> str:
+    """As it stands in tables."""
+    if budget is None:
+        return "all"
+    return f"{budget:.0%}" if isinstance(budget, float) else str(budget)
+
+
+def table(cells: Sequence[Cell]) -> str:
+    """A Markdown table: a row per group, setting, length and arm."""
+    head = "| group | tokens | setting | policy | budget | n | accuracy (95 %) | minus full (95 %) |"
+    rows = [head, "| --- " * 8 + "|"]
+    for c in cells:
+        accuracy = f"{c.accuracy:.3f} ({c.low:.3f} to {c.high:.3f})"
+        difference = f"{c.difference:+.3f} ({c.difference_low:+.3f} to {c.difference_high:+.3f})"
+        rows.append(
+            f"| {c.group} | {c.n_tokens} | {c.setting} | {c.policy} | {budget_name(c.budget)} | {c.n} | {accuracy} | "
+            f"{'' if c.policy == FULL else difference} |"
+        )
+    return "\n".join(rows)
+
+
+def to_pandas(records: Sequence[Outcome] | Sequence[Cell]) -> Any:
+    """A pandas DataFrame of outcomes or cells.
+
+    Raises:
+        ImportError: pandas is not installed.
+    """
+    try:
+        import pandas  # noqa: PLC0415
+    except ImportError:
+        raise ImportError("to_pandas() needs pandas: pip install pandas") from None
+    return pandas.DataFrame([asdict(record) for record in records])

@@ -1,0 +1,187 @@
+"""The evaluation: arms share a prefill, files can be taken up again, tables add up, the commands work."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from pycriticalkv import cli
+from pycriticalkv.evaluation import prompts
+from pycriticalkv.evaluation.runner import FULL, Evaluator, Grid, Outcome, append_outcome, read_outcomes
+from pycriticalkv.evaluation.summary import interval, summarize, table
+
+GRID = Grid(
+    tasks=("niah-single-1", "facts"), n_tokens=(600,), seeds=(0, 1), policies=("critical-max", "snapkv"),
+    budgets=(1.0, 64),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    from tiny import write_tiny  # noqa: PLC0415
+
+    path = tmp_path_factory.mktemp("evaluation") / "tiny.gguf"
+    write_tiny(path, wo_type="F32", weight_type="F32")
+    with Evaluator(path, GRID, n_threads=1, n_threads_batch=1) as evaluator:
+        first = list(evaluator.run())
+        again = list(evaluator.run())
+    return path, first, again
+
+
+def test_every_cell_of_the_grid_once_and_the_same_twice(outcomes):
+    _, first, again = outcomes
+    assert len({o.key for o in first}) == len(first) == GRID.size == 2 * 2 * 2 * 5
+    assert first == again
+
+
+def test_a_budget_of_everything_answers_as_the_full_cache(outcomes):
+    full = {(o.task, o.seed, o.setting): o for o in outcomes[1] if o.policy == FULL}
+    evicted_differ = 0
+    for o in outcomes[1]:
+        same = o.output == full[o.task, o.seed, o.setting].output
+        if o.budget == 1.0:
+            assert same
+        evicted_differ += o.budget == 64 and not same
+    assert evicted_differ > 0
+    for cell in summarize(outcomes[1]):
+        if cell.budget == 1.0:
+            assert (cell.difference, cell.difference_low, cell.difference_high) == (0.0, 0.0, 0.0)
+
+
+def test_entries_and_prompts_fit(outcomes):
+    for o in outcomes[1]:
+        assert o.entries == (64 if o.budget == 64 else o.entries)
+        assert 0.85 * 600 < o.prompt_tokens < 700
+        assert 0 <= o.score <= 1
+
+
+def test_what_is_done_is_not_done_again(outcomes, tmp_path):
+    path, first, _ = outcomes
+    file = tmp_path / "out.jsonl"
+    for outcome in first[:7]:
+        append_outcome(file, outcome)
+    with file.open("a") as f:
+        f.write('{"task": "niah-si')  # stopped in the middle
+    done = read_outcomes(file)
+    assert done == first[:7]
+    with Evaluator(path, GRID, n_threads=1, n_threads_batch=1) as evaluator:
+        rest = list(evaluator.run(done=done))
+    assert done + rest == first
+
+
+def test_files_that_are_something_else(tmp_path):
+    file = tmp_path / "out.jsonl"
+    file.write_text("nonsense\n{}\n")
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        read_outcomes(file)
+    file.write_text('{"task": 1}\n')
+    with pytest.raises(ValueError, match="line 1: not an outcome"):
+        read_outcomes(file)
+
+
+@pytest.mark.parametrize(
+    "arguments,why",
+    [
+        ({"tasks": ("niah",)}, "task='niah' is not known; known are niah-single-1"),
+        ({"settings": ("aware",)}, "setting='aware' is not known"),
+        ({"policies": ("h2o",)}, "policy='h2o' is not known"),
+        ({"budgets": (0,)}, "budget=0"),
+        ({"budgets": (1.5,)}, "budget=1.5"),
+        ({"budgets": (True,)}, "budget=True"),
+        ({"n_tokens": (0,)}, "n_tokens=0"),
+    ],
+)
+def test_grids_are_checked(arguments, why):
+    with pytest.raises(ValueError, match=why):
+        Grid(**arguments)
+
+
+def outcome(seed, policy, budget, score):
+    return Outcome("facts", seed, 600, "query-aware", policy, budget, 600, 60, score, "")
+
+
+def test_summary():
+    scores = [0.0, 1.0, 1.0, 0.5]
+    full = [outcome(i, FULL, None, 1.0) for i in range(4)]
+    evicted = [outcome(i, "snapkv", 0.1, score) for i, score in enumerate(scores)]
+    cells = summarize(full + evicted)
+    assert [c.policy for c in cells] == [FULL, "snapkv"]
+    cell = cells[1]
+    assert cell.accuracy == 0.625 and cell.difference == -0.375
+    assert cell.low <= cell.accuracy <= cell.high
+    assert cell.difference_low == pytest.approx(cell.low - 1.0)
+    assert "| facts | 600 | query-aware | snapkv | 10% | 4 | 0.625" in table(cells)
+    assert math.isnan(summarize(evicted)[0].difference)
+
+
+def test_the_bootstrap_interval_is_that_of_the_mean():
+    import numpy as np  # noqa: PLC0415
+
+    values = np.random.default_rng(1).normal(3.0, 2.0, 400)
+    low, high = interval(values)
+    half = 1.96 * values.std() / 20
+    assert low == pytest.approx(values.mean() - half, abs=0.06)
+    assert high == pytest.approx(values.mean() + half, abs=0.06)
+
+
+def test_prompts_follow_the_models_template(tiny, load, make_tiny):
+    llm = load(tiny, n_ctx=512)
+    prompt = prompts.build(llm, "the keeper", "where?")
+    text = llm.detokenize(prompt.tokens, special=True).decode()
+    assert text == "<s><|user|>the keeper\n\nwhere?<|turn|><|assistant|>"
+    plain = load(make_tiny(chat_template=None), n_ctx=512)
+    prompt = prompts.build(plain, "the keeper", "where?")
+    assert plain.detokenize(prompt.tokens, special=True).decode() == "<s>the keeper\n\nwhere?"
+
+
+def test_eval_command(outcomes, tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    path = outcomes[0]
+    out, picture = tmp_path / "eval.jsonl", tmp_path / "eval.png"
+    command = [
+        "eval", str(path), "--tasks", "facts", "--tokens", "400", "--samples", "2", "--budgets", "64", "50%",
+        "--policies", "snapkv", "--threads", "1", "--out", str(out), "--plot", str(picture),
+    ]  # fmt: skip
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "| facts | 400 | context-only | snapkv | 50% | 2 |" in printed
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    lines = out.read_text().splitlines()
+    assert len(lines) == 2 * 2 * 3
+    assert cli.main(command) == 0
+    assert out.read_text().splitlines() == lines
+    assert capsys.readouterr().out == printed
+
+
+def test_inspect_command(outcomes, tmp_path, capsys):
+    html, data = tmp_path / "report.html", tmp_path / "report.json"
+    command = ["inspect", str(outcomes[0]), "the keeper of the lighthouse " * 30, "--budget", "64", "--threads", "1"]
+    assert cli.main([*command, "--out", str(html), "--json", str(data)]) == 0
+    assert "the keeper of the lighthouse" in html.read_text() or html.stat().st_size > 1000
+    assert json.loads(data.read_text())["budget"] == 64
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    "command,why",
+    [
+        (["eval", "missing.gguf", "--samples", "1", "--tasks", "facts"], "missing.gguf"),
+        (["eval", "MODEL", "--samples", "0"], "--samples 0"),
+        (["inspect", "MODEL", "@missing.txt"], "missing.txt"),
+        (["inspect", "MODEL", ""], "empty"),
+        (["inspect", "MODEL", "text", "--budget", "3"], "kv_budget=3"),
+    ],
+)
+def test_commands_say_what_is_wrong(outcomes, capsys, command, why, tmp_path):
+    pytest.importorskip("tqdm")
+    command = [str(outcomes[0]) if word == "MODEL" else word for word in command]
+    assert cli.main([*command, "--out", str(tmp_path / "out")]) == 1
+    assert why in capsys.readouterr().err
+
+
+def test_a_grid_may_have_another_window():
+    assert replace(GRID, window=32).policy("snapkv").window == 32
