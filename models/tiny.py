@@ -472,29 +472,29 @@ def _add_experts(file: _File, shape: Shape, prefix: str, bias: bool = False) -> 
 SELF_ATTENTION = ("attn_q", "attn_k", "attn_v", "attn_output")
 
 
+def _add_plain_layers(file: _File, shape: Shape, n_bias: int = 0) -> None:
+    """Attention and feed-forward network, a norm before each; the first n_bias of Wq, Wk, Wv, Wo have a bias."""
+    _add_embeddings(file, shape)
+    for il in range(shape.n_layer):
+        file.norm(f"blk.{il}.attn_norm", shape.n_embd)
+        _add_attention(file, shape, f"blk.{il}", SELF_ATTENTION, n_bias=n_bias)
+        file.norm(f"blk.{il}.ffn_norm", shape.n_embd)
+        _add_ffn(file, shape, f"blk.{il}")
+
+
 def _llama(file: _File, shape: Shape) -> None:
     _add_attention_sizes(file, shape)
     file.writer.add_layer_norm_rms_eps(1e-5)
     file.writer.add_rope_dimension_count(shape.head_dim)
     file.writer.add_rope_freq_base(10000.0)
-    _add_embeddings(file, shape)
-    for il in range(shape.n_layer):
-        file.norm(f"blk.{il}.attn_norm", shape.n_embd)
-        _add_attention(file, shape, f"blk.{il}", SELF_ATTENTION)
-        file.norm(f"blk.{il}.ffn_norm", shape.n_embd)
-        _add_ffn(file, shape, f"blk.{il}")
+    _add_plain_layers(file, shape)
 
 
 def _qwen2(file: _File, shape: Shape) -> None:
     _add_attention_sizes(file, shape)
     file.writer.add_layer_norm_rms_eps(1e-6)
     file.writer.add_rope_freq_base(1000000.0)
-    _add_embeddings(file, shape)
-    for il in range(shape.n_layer):
-        file.norm(f"blk.{il}.attn_norm", shape.n_embd)
-        _add_attention(file, shape, f"blk.{il}", SELF_ATTENTION, n_bias=3)
-        file.norm(f"blk.{il}.ffn_norm", shape.n_embd)
-        _add_ffn(file, shape, f"blk.{il}")
+    _add_plain_layers(file, shape, n_bias=3)
 
 
 def _qwen3(file: _File, shape: Shape, experts: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -30,7 +31,28 @@ def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--type", default="f16", choices=CACHE_TYPES, help="type of keys and values (default: f16)")
 
 
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {path}: not a text file in UTF-8") from None
+
+
+def _sha256(path: Path | None) -> str | None:
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _check_folders(args: argparse.Namespace, *names: str) -> None:
+    """Before any work: the folders of files to write must be there."""
+    for name in names:
+        path = getattr(args, name)
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ValueError(f"--{name} {path}: allowed is a file in a folder that is there")
+
+
 def _llama_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    if args.threads < 1:
+        raise ValueError(f"--threads {args.threads}: allowed is at least 1")
     kind = CACHE_TYPES[args.type]
     return {"n_threads": args.threads, "n_threads_batch": args.threads, "type_k": kind, "type_v": kind}
 
@@ -72,10 +94,12 @@ def _add_eval(commands: Any) -> None:
 def _eval(args: argparse.Namespace) -> None:
     from tqdm import tqdm  # noqa: PLC0415
 
-    from pycriticalkv.evaluation.runner import Evaluator, Grid, append_outcome, read_outcomes  # noqa: PLC0415
+    from pycriticalkv.evaluation.runner import Evaluator, Grid, Source, append_outcome, open_outcomes  # noqa: PLC0415
     from pycriticalkv.evaluation.summary import summarize, table  # noqa: PLC0415
     from pycriticalkv.evaluation.tasks import load_questions  # noqa: PLC0415
+    from pycriticalkv.state import model_digest  # noqa: PLC0415
 
+    _check_folders(args, "out", "plot")
     if args.samples < 1:
         raise ValueError(f"--samples {args.samples}: allowed is at least 1")
     grid = Grid(
@@ -86,13 +110,17 @@ def _eval(args: argparse.Namespace) -> None:
     questions = load_questions(args.questions) if args.questions else []
     if questions:
         grid = replace(grid, tasks=())
-    text = args.text.read_text(encoding="utf-8") if args.text else None
-    outcomes = read_outcomes(args.out) if args.out.exists() else []
+    text = _read(args.text, "--text") if args.text else None
     with Evaluator(args.model, grid, **_llama_arguments(args)) as evaluator:
+        source = Source(
+            model=args.model.name, model_digest=model_digest(str(args.model)).hex(), cache_type=args.type,
+            window=args.window, text=_sha256(args.text), questions=_sha256(args.questions),
+        )  # fmt: skip
+        outcomes = [outcome for outcome in open_outcomes(args.out, source) if grid.asks(outcome)]
         total = grid.size or len(questions) * len(grid.settings) * len(grid.arms)
-        bar = tqdm(total=total, initial=min(len(outcomes), total), unit="answer", disable=None)
-        todo = evaluator.ask(questions, done=outcomes) if questions else evaluator.run(done=outcomes, text=text)
-        for outcome in todo:
+        bar = tqdm(total=total, initial=len(outcomes), unit="answer", disable=None)
+        missing = evaluator.ask(questions, done=outcomes) if questions else evaluator.run(done=outcomes, text=text)
+        for outcome in missing:
             append_outcome(args.out, outcome)
             outcomes.append(outcome)
             bar.update()
@@ -129,7 +157,12 @@ def _inspect(args: argparse.Namespace) -> None:
     from pycriticalkv import Llama  # noqa: PLC0415
     from pycriticalkv.evaluation.inspection import inspect_prompt, write_html  # noqa: PLC0415
 
-    prompt = Path(args.prompt[1:]).read_text(encoding="utf-8") if args.prompt.startswith("@") else args.prompt
+    _check_folders(args, "out", "json")
+    prompt = args.prompt
+    if prompt.startswith("@"):
+        if not Path(prompt[1:]).is_file():
+            raise ValueError(f"PROMPT {prompt}: there is no file {prompt[1:]!r}")
+        prompt = _read(Path(prompt[1:]), "PROMPT")
     arguments = _llama_arguments(args)
     llm = Llama(str(args.model), kv_budget=args.budget, kv_policy=args.policy, verbose=False, **arguments)
     inspection = inspect_prompt(llm, prompt)

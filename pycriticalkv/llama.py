@@ -73,6 +73,7 @@ class Llama(llama_cpp.Llama):
                 raise ValueError(f"kv_policy={kv_policy!r} has no effect without kv_budget; give kv_budget too")
             given = {"n_ctx": n_ctx, "flash_attn": flash_attn}
             super().__init__(model_path, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+            self._check_adapter()
             return
 
         self._kv_policy = resolve_policy(kv_policy)
@@ -86,6 +87,7 @@ class Llama(llama_cpp.Llama):
             if "llama_context" in str(e) and last_error():
                 raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {last_error()}") from None
             raise
+        self._check_adapter()
         context = self._ctx  # not self: an object that refers to itself is not freed when its last user lets go
         self._kv_store = Store(lambda: context.ctx)
         try:
@@ -107,6 +109,33 @@ class Llama(llama_cpp.Llama):
         if self._logits_all:
             self.scores = np.ndarray((self._n_ctx, self._n_vocab), dtype=np.single)
 
+    def _check_adapter(self) -> None:
+        """Refuse an adapter that could not be loaded: llama_cpp takes its null pointer for one and crashes."""
+        if self.lora_path and not self._lora_adapter:
+            self.close()
+            raise ValueError(f"lora_path={self.lora_path!r}: there is no LoRA adapter for this model")
+
+    # ---- a closed object ---------------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._ctx.ctx is None:
+            raise RuntimeError("the model is closed")
+
+    def tokenize(self, *args: Any, **kwargs: Any) -> list[int]:
+        """As ``llama_cpp.Llama.tokenize``."""
+        self._check_open()
+        return list(super().tokenize(*args, **kwargs))
+
+    def sample(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``llama_cpp.Llama.sample``."""
+        self._check_open()
+        return super().sample(*args, **kwargs)
+
+    def n_ctx(self) -> int:
+        """Limit of positions."""
+        self._check_open()
+        return int(super().n_ctx())
+
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def eval(self, tokens: Sequence[int]) -> None:
@@ -122,6 +151,7 @@ class Llama(llama_cpp.Llama):
             RuntimeError: ``n_tokens`` was set to a place that the cache cannot go back to, or an eviction failed; the
                 cache is then as it was.
         """
+        self._check_open()
         if self._kv_budget is None:
             super().eval(tokens)
             return
@@ -273,6 +303,7 @@ class Llama(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """The whole state; with a budget its size follows the entries kept."""
+        self._check_open()
         if self._kv_budget is None:
             return super().save_state()
         # without logits_all the rows of `scores` are never filled, but are up to n_batch * n_vocab floats
@@ -294,6 +325,7 @@ class Llama(llama_cpp.Llama):
                 changed then, or, if llama.cpp itself refused its part, everything is reset. (llama-cpp-python's caches
                 take it for a miss.)
         """
+        self._check_open()
         if self._kv_budget is None:
             state_file.refuse_sealed(state)
             super().load_state(state)
@@ -348,6 +380,12 @@ def _check_arguments(n_ctx: int | None, flash_attn: bool | None, kwargs: dict[st
         raise TypeError(f"flash_attn={flash_attn!r}: allowed are True and None")
     if flash_attn is not None and not flash_attn:
         raise ValueError(f"flash_attn={flash_attn!r}: kv_budget needs flash attention; leave it out or give True")
+    for name in ("n_batch", "n_ubatch"):
+        value = kwargs.get(name, 1)
+        if isinstance(value, bool) or not isinstance(value, Integral):
+            raise TypeError(f"{name}={value!r}: allowed is an int")
+        if not 1 <= int(value) < 2**31:
+            raise ValueError(f"{name}={value!r}: allowed is an int from 1 to 2**31 - 1")
     if kwargs.get("swa_full"):
         raise ValueError("swa_full=True: with kv_budget, sliding-window layers hold their window; leave it out")
     if kwargs.get("embedding"):

@@ -108,6 +108,40 @@ def test_arguments_that_a_budget_cannot_serve(tiny, load):
         load(tiny, kv_buget=64)
 
 
+@pytest.mark.parametrize("name", ["n_batch", "n_ubatch"])
+def test_batch_sizes_are_checked(tiny, load, name):
+    for value, error in ((0, ValueError), (-1, ValueError), (2**31, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match=f"{name}={value!r}"):
+            load(tiny, kv_budget=64, **{name: value})
+
+
+@pytest.mark.parametrize("budget", [None, 64])
+def test_an_adapter_that_is_none(tiny, load, tmp_path, budget):
+    (tmp_path / "text.gguf").write_text("nothing")
+    for path in (tmp_path / "missing.gguf", tmp_path / "text.gguf"):
+        with pytest.raises((ValueError, RuntimeError), match=path.name):
+            load(tiny, kv_budget=budget, lora_path=str(path))
+
+
+@pytest.mark.parametrize("budget", [None, 64])
+def test_a_closed_model_says_so(tiny, load, budget):
+    llm = load(tiny, kv_budget=budget, n_ctx=512)
+    state = None
+    if budget:
+        llm.eval([5, 6, 7])
+        state = llm.save_state()
+    llm.close()
+    calls = [
+        lambda: llm("hi"), lambda: llm.eval([1]), lambda: llm.tokenize(b"a"), llm.n_ctx, llm.save_state, llm.sample,
+        lambda: llm.load_state(state), lambda: llm.create_chat_completion([{"role": "user", "content": "hi"}]),
+        lambda: next(llm.generate([5])),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(RuntimeError, match="the model is closed"):
+            call()
+    llm.close()
+
+
 def test_a_prompt_beyond_the_context_is_refused(tiny, load):
     llm = load(tiny, kv_budget=64, n_ctx=256)
     with pytest.raises(ValueError, match="exceed context window of 256"):

@@ -10,7 +10,7 @@ import pytest
 
 from pycriticalkv import cli
 from pycriticalkv.evaluation import prompts
-from pycriticalkv.evaluation.runner import FULL, Evaluator, Grid, Outcome, append_outcome, read_outcomes
+from pycriticalkv.evaluation.runner import FULL, Evaluator, Grid, Outcome, Source, append_outcome, open_outcomes
 from pycriticalkv.evaluation.summary import interval, summarize, table
 
 GRID = Grid(
@@ -58,28 +58,56 @@ def test_entries_and_prompts_fit(outcomes):
         assert 0 <= o.score <= 1
 
 
+SOURCE = Source(model="tiny.gguf", model_digest="0", cache_type="f16", window=None, text=None, questions=None)
+
+
 def test_what_is_done_is_not_done_again(outcomes, tmp_path):
     path, first, _ = outcomes
     file = tmp_path / "out.jsonl"
+    assert open_outcomes(file, SOURCE) == []
     for outcome in first[:7]:
         append_outcome(file, outcome)
+    whole = file.read_bytes()
     with file.open("a") as f:
         f.write('{"task": "niah-si')  # stopped in the middle
-    done = read_outcomes(file)
+    done = open_outcomes(file, SOURCE)
     assert done == first[:7]
+    assert file.read_bytes() == whole
     with Evaluator(path, GRID, n_threads=1, n_threads_batch=1) as evaluator:
         rest = list(evaluator.run(done=done))
     assert done + rest == first
 
 
-def test_files_that_are_something_else(tmp_path):
+@pytest.mark.parametrize("text", ["some prose", "some prose\n", "nonsense\n{}\n", "[1]\n", '{"task": 1}\n'])
+def test_files_that_are_something_else_are_left_alone(tmp_path, text):
     file = tmp_path / "out.jsonl"
-    file.write_text("nonsense\n{}\n")
-    with pytest.raises(ValueError, match="line 1: not JSON"):
-        read_outcomes(file)
-    file.write_text('{"task": 1}\n')
-    with pytest.raises(ValueError, match="line 1: not an outcome"):
-        read_outcomes(file)
+    file.write_text(text)
+    with pytest.raises(ValueError, match="give another file"):
+        open_outcomes(file, SOURCE)
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize("field", ["model", "model_digest", "cache_type", "window", "text", "questions"])
+def test_outcomes_of_another_source_are_refused(tmp_path, field):
+    file = tmp_path / "out.jsonl"
+    open_outcomes(file, SOURCE)
+    with pytest.raises(ValueError, match=f"its {field} is"):
+        open_outcomes(file, replace(SOURCE, **{field: 5}))
+
+
+def test_lines_that_are_no_outcomes(tmp_path):
+    file = tmp_path / "out.jsonl"
+    open_outcomes(file, SOURCE)
+    with file.open("a") as f:
+        f.write('{"task": 1}\n')
+    with pytest.raises(ValueError, match="line 2: not an outcome"):
+        open_outcomes(file, SOURCE)
+
+
+def test_a_grid_knows_its_outcomes(outcomes):
+    assert all(GRID.asks(o) for o in outcomes[1])
+    assert not any(replace(GRID, n_tokens=(500,)).asks(o) for o in outcomes[1])
+    assert sum(replace(GRID, tasks=("facts",)).asks(o) for o in outcomes[1]) == GRID.size // 2
 
 
 @pytest.mark.parametrize(
@@ -89,6 +117,9 @@ def test_files_that_are_something_else(tmp_path):
         ({"settings": ("aware",)}, "setting='aware' is not known"),
         ({"policies": ("h2o",)}, "policy='h2o' is not known"),
         ({"budgets": (0,)}, "budget=0"),
+        ({"budgets": (20,)}, "budget=20.*at least window"),
+        ({"budgets": (64, 64)}, "budgets=.* 64 is there more than once"),
+        ({"tasks": ("facts", "facts")}, "'facts' is there more than once"),
         ({"budgets": (1.5,)}, "budget=1.5"),
         ({"budgets": (True,)}, "budget=True"),
         ({"n_tokens": (0,)}, "n_tokens=0"),
@@ -113,7 +144,7 @@ def test_summary():
     assert cell.accuracy == 0.625 and cell.difference == -0.375
     assert cell.low <= cell.accuracy <= cell.high
     assert cell.difference_low == pytest.approx(cell.low - 1.0)
-    assert "| facts | 600 | query-aware | snapkv | 10% | 4 | 0.625" in table(cells)
+    assert "| facts | 600 | query-aware | snapkv | 10% | 60 | 4 | 0.625" in table(cells)
     assert math.isnan(summarize(evicted)[0].difference)
 
 
@@ -148,10 +179,10 @@ def test_eval_command(outcomes, tmp_path, capsys):
     ]  # fmt: skip
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
-    assert "| facts | 400 | context-only | snapkv | 50% | 2 |" in printed
+    assert "| facts | 400 | context-only | snapkv | 50% |" in printed
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     lines = out.read_text().splitlines()
-    assert len(lines) == 2 * 2 * 3
+    assert len(lines) == 1 + 2 * 2 * 3
     assert cli.main(command) == 0
     assert out.read_text().splitlines() == lines
     assert capsys.readouterr().out == printed
@@ -173,6 +204,10 @@ def test_inspect_command(outcomes, tmp_path, capsys):
         (["eval", "MODEL", "--samples", "0"], "--samples 0"),
         (["inspect", "MODEL", "@missing.txt"], "missing.txt"),
         (["inspect", "MODEL", ""], "empty"),
+        (["eval", "MODEL", "--threads", "0"], "--threads 0"),
+        (["eval", "MODEL", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png"),
+        (["eval", "MODEL", "--budgets", "10%", "0.1"], "0.1 is there more than once"),
+        (["eval", "MODEL", "--tokens", "100000"], "the model's context is 8192"),
         (["inspect", "MODEL", "text", "--budget", "3"], "kv_budget=3"),
     ],
 )

@@ -136,27 +136,31 @@ void store::resize_layer(layer & l, int64_t capacity) {
 void store::resize(int64_t capacity) {
     const int64_t before = bytes_allocated();
     const int64_t old    = this->capacity();
-    for (layer & l : layers) {
-        if (l.rows.capacity == capacity) {
-            continue;
-        }
-        try {
-            resize_layer(l, capacity);
-        } catch (const error &) {
-            for (layer & changed : layers) {
-                try {
-                    if (old > 0 && changed.rows.capacity > old) {
-                        resize_layer(changed, old);
-                    }
-                } catch (const error &) {
-                    // it keeps more room than it needs
-                }
+    try {
+        for (layer & l : layers) {
+            if (l.rows.capacity != capacity) {
+                resize_layer(l, capacity);
             }
-            return_freed_memory(before);
-            throw;
         }
+    } catch (const error &) {
+        shrink_layers(old);
+        throw;
     }
     return_freed_memory(before);
+}
+
+// Gives back what it can: a layer for which there is no memory to shrink keeps its room.
+void store::shrink_layers(int64_t capacity) {
+    for (layer & l : layers) {
+        if (capacity > 0 && l.rows.capacity > capacity) {
+            try {
+                resize_layer(l, capacity);
+            } catch (const error &) {
+                continue;
+            }
+        }
+    }
+    return_freed_memory(TRIM_BYTES);
 }
 
 // Room for n entries per head, exactly (up to padding). What an earlier, longer content left is given back, but not the
@@ -177,11 +181,7 @@ void store::reserve(llama_context & lctx, int64_t n) {
         resize(target);
     } else if (most > usual + usual / 4) {
         lctx.synchronize();
-        try {
-            resize(usual);
-        } catch (const error &) {
-            // to give memory back is no reason to fail
-        }
+        shrink_layers(usual);
     }
 }
 

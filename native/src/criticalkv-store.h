@@ -229,6 +229,7 @@ class store {
     void                   note_allocated(int64_t bytes);
     void                   resize_layer(layer & l, int64_t capacity);
     void                   resize(int64_t capacity);
+    void                   shrink_layers(int64_t capacity);
     state_header           make_header() const;
     void                   check_loaded(const loaded_state & state) const;
     void                   allocate();

@@ -87,13 +87,22 @@ class Grid:
         _check("task", self.tasks, TASKS)
         _check("setting", self.settings, SETTINGS)
         _check("policy", self.policies, PRESETS)
+        for what in ("tasks", "n_tokens", "seeds", "settings", "policies", "budgets"):
+            values = getattr(self, what)
+            for value in values:
+                if values.count(value) > 1:
+                    raise ValueError(f"{what}={values!r}: {value!r} is there more than once")
         for n in self.n_tokens:
             if isinstance(n, bool) or not isinstance(n, int) or n < 1:
                 raise ValueError(f"n_tokens={n!r}: allowed are positive ints")
+        least = max((self.policy(name).least_budget for name in self.policies), default=1)
         for budget in self.budgets:
             share = isinstance(budget, float) and 0 < budget <= 1
-            if not share and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 1):
-                raise ValueError(f"budget={budget!r}: allowed are ints (entries) and floats in (0, 1] (share)")
+            if not share and (isinstance(budget, bool) or not isinstance(budget, int) or budget < least):
+                raise ValueError(
+                    f"budget={budget!r}: allowed are ints of at least window + sinks + 1 = {least} (entries) and "
+                    "floats in (0, 1] (share)"
+                )
 
     def policy(self, name: str) -> KVPolicy:
         """The policy of a name, with the grid's window."""
@@ -104,6 +113,14 @@ class Grid:
     def arms(self) -> list[Arm]:
         """The full cache, then every policy at every budget."""
         return [Arm(FULL, None), *(Arm(name, budget) for budget in self.budgets for name in self.policies)]
+
+    def asks(self, o: Outcome) -> bool:
+        """Whether an outcome belongs to this grid; without tasks, whether it answers a user's own question."""
+        if self.tasks:
+            known = o.task in self.tasks and o.n_tokens in self.n_tokens and o.seed in self.seeds
+        else:
+            known = o.task == OWN_TASK
+        return known and o.setting in self.settings and Arm(o.policy, o.budget) in self.arms
 
     @property
     def size(self) -> int:
@@ -132,11 +149,17 @@ class Evaluator:
             longest = max(TASKS[task].max_answer_tokens for task in grid.tasks)
             given.setdefault("n_ctx", max(grid.n_tokens) + TEMPLATE_TOKENS + longest + SPARE)
         self.grid = grid
-        self._models = {
-            name: Llama(str(model_path), kv_budget=UNUSED_BUDGET, kv_policy=grid.policy(name), **given)
-            for name in grid.policies
-        }
-        self._reader = next(iter(self._models.values()))
+        self._models: dict[str, Llama] = {}
+        try:
+            for name in grid.policies:
+                self._models[name] = Llama(
+                    str(model_path), kv_budget=UNUSED_BUDGET, kv_policy=grid.policy(name), **given
+                )
+                _check_context(self._models[name], grid)
+        except ValueError as e:
+            self.close()
+            raise ValueError(str(e).replace(f"kv_budget={UNUSED_BUDGET}", "a KV budget")) from None
+        self._reader = self._models[grid.policies[0]]
 
     def close(self) -> None:
         """Free the models."""
@@ -210,6 +233,12 @@ class Evaluator:
             )  # fmt: skip
 
 
+def _check_context(llm: Llama, grid: Grid) -> None:
+    longest = llm._model.n_ctx_train()
+    if grid.tasks and llm.n_ctx() > longest + TEMPLATE_TOKENS + SPARE + 256:
+        raise ValueError(f"n_tokens={max(grid.n_tokens)}: the model's context is {longest}")
+
+
 def last_logits(llm: Llama) -> npt.NDArray[np.single]:
     """Logits of the token evaluated last, [n_vocab]."""
     row = llama_cpp.llama_get_logits_ith(llm.ctx, -1)
@@ -238,31 +267,59 @@ def _answer(llm: Llama, logits: npt.NDArray[np.single], limit: int) -> str:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where the outcomes of one file come from: its first line. Files of another source are not added to."""
+
+    model: str  # file name
+    model_digest: str
+    cache_type: str
+    window: int | None
+    text: str | None  # sha256 of the haystack, None: public text
+    questions: str | None  # sha256 of the file, None: the tasks
+    format: int = 1
+
+
+def open_outcomes(path: Path, source: Source) -> list[Outcome]:
+    """Outcomes that a file holds already; a file that is not there is begun.
+
+    A last line that was cut off, because the program was stopped while it wrote, is removed.
+
+    Raises:
+        ValueError: The file holds something else, or outcomes of another model, cache type, window, text or questions.
+            Nothing has been written then.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        path.write_text(json.dumps(asdict(source)) + "\n", encoding="utf-8")
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    records = [_record(line, number, path) for number, line in enumerate(whole.splitlines(), start=1)]
+    if not records or set(records[0]) != {field.name for field in fields(Source)}:
+        raise ValueError(f"{path}: not a file of outcomes; give another file")
+    for name, value in asdict(source).items():
+        if records[0][name] != value:
+            raise ValueError(f"{path}: its {name} is {records[0][name]!r}, here it is {value!r}; give another file")
+    names = {field.name for field in fields(Outcome)}
+    for number, record in enumerate(records[1:], start=2):
+        if set(record) != names:
+            raise ValueError(f"{path}, line {number}: not an outcome; needed are the fields {', '.join(sorted(names))}")
+    if whole != data:
+        path.write_bytes(whole)
+    return [Outcome(**record) for record in records[1:]]
+
+
+def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        raise ValueError(f"{path}, line {number}: not JSON; give another file") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}, line {number}: not an object; give another file")
+    return record
+
+
 def append_outcome(path: Path, outcome: Outcome) -> None:
     """One JSON line more."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
-
-
-def read_outcomes(path: Path) -> list[Outcome]:
-    """Outcomes of a JSON lines file; a last line that was cut off in the middle is left out.
-
-    Raises:
-        ValueError: A line is something else.
-    """
-    outcomes = []
-    names = {field.name for field in fields(Outcome)}
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            if number == len(lines):
-                break  # the file does not end with a newline: the program was stopped while it wrote
-            raise ValueError(f"{path}, line {number}: not JSON") from None
-        if not isinstance(record, dict) or set(record) != names:
-            raise ValueError(f"{path}, line {number}: not an outcome; needed are the fields {', '.join(sorted(names))}")
-        outcomes.append(Outcome(**record))
-    return outcomes

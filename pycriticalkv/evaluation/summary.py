@@ -28,6 +28,7 @@ class Cell:
     setting: str
     policy: str
     budget: int | float | None
+    entries: float  # per KV head, mean; a share of a short prompt may be more than the share
     n: int
     accuracy: float
     low: float
@@ -69,6 +70,7 @@ def summarize(outcomes: Sequence[Outcome], *, by_task: bool = True) -> list[Cell
                 setting,
                 policy,
                 budget,
+                float(np.mean([o.entries for o in members])),
                 len(scores),
                 float(scores.mean()),
                 low,
@@ -90,14 +92,14 @@ def budget_name(budget: int | float | None) -> str:
 
 def table(cells: Sequence[Cell]) -> str:
     """A Markdown table: a row per group, setting, length and arm."""
-    head = "| group | tokens | setting | policy | budget | n | accuracy (95 %) | minus full (95 %) |"
-    rows = [head, "| --- " * 8 + "|"]
+    head = "| group | tokens | setting | policy | budget | entries | n | accuracy (95 %) | minus full (95 %) |"
+    rows = [head, "| --- " * 9 + "|"]
     for c in cells:
         accuracy = f"{c.accuracy:.3f} ({c.low:.3f} to {c.high:.3f})"
         difference = f"{c.difference:+.3f} ({c.difference_low:+.3f} to {c.difference_high:+.3f})"
         rows.append(
-            f"| {c.group} | {c.n_tokens} | {c.setting} | {c.policy} | {budget_name(c.budget)} | {c.n} | {accuracy} | "
-            f"{'' if c.policy == FULL else difference} |"
+            f"| {c.group} | {c.n_tokens} | {c.setting} | {c.policy} | {budget_name(c.budget)} | {c.entries:.0f} "
+            f"| {c.n} | {accuracy} | {'' if c.policy == FULL else difference} |"
         )
     return "\n".join(rows)
 
