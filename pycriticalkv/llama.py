@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Generator, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, NoReturn
 
 import llama_cpp
 import numpy as np
@@ -21,6 +21,16 @@ from pycriticalkv.store import Store, last_error, prepared
 
 # cache types that can be evicted
 GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"}
+
+
+class _Closed:
+    """Stands for the parts of a closed model."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise RuntimeError("the model is closed")
+
+
+CLOSED: Any = _Closed()
 
 
 class Llama(llama_cpp.Llama):
@@ -115,26 +125,13 @@ class Llama(llama_cpp.Llama):
             self.close()
             raise ValueError(f"lora_path={self.lora_path!r}: there is no LoRA adapter for this model")
 
-    # ---- a closed object ---------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
-        if self._ctx.ctx is None:
-            raise RuntimeError("the model is closed")
-
-    def tokenize(self, *args: Any, **kwargs: Any) -> list[int]:
-        """As ``llama_cpp.Llama.tokenize``."""
-        self._check_open()
-        return list(super().tokenize(*args, **kwargs))
-
-    def sample(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``llama_cpp.Llama.sample``."""
-        self._check_open()
-        return super().sample(*args, **kwargs)
-
-    def n_ctx(self) -> int:
-        """Limit of positions."""
-        self._check_open()
-        return int(super().n_ctx())
+    def close(self) -> None:
+        """Free the model and the cache. Whatever needs them afterwards raises RuntimeError; llama_cpp.Llama crashes."""
+        super().close()
+        model = vars(self).get("_model")
+        if model is not None and model is not CLOSED:
+            model.model = model.vocab = CLOSED  # tokenizers hold on to the model
+        self._model = self._ctx = self._batch = self.tokenizer_ = CLOSED
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -151,7 +148,6 @@ class Llama(llama_cpp.Llama):
             RuntimeError: ``n_tokens`` was set to a place that the cache cannot go back to, or an eviction failed; the
                 cache is then as it was.
         """
-        self._check_open()
         if self._kv_budget is None:
             super().eval(tokens)
             return
@@ -183,7 +179,7 @@ class Llama(llama_cpp.Llama):
         """Forget the conversation."""
         super().reset()
         self._kv_prompt_logits = None
-        if self._kv_budget is not None and self._ctx.ctx:
+        if self._kv_budget is not None:
             self._ctx.kv_cache_seq_rm(-1, 0, -1)
 
     def _reuse_only_what_is_exact(self, prompt: list[int]) -> None:
@@ -303,7 +299,6 @@ class Llama(llama_cpp.Llama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """The whole state; with a budget its size follows the entries kept."""
-        self._check_open()
         if self._kv_budget is None:
             return super().save_state()
         # without logits_all the rows of `scores` are never filled, but are up to n_batch * n_vocab floats
@@ -325,7 +320,6 @@ class Llama(llama_cpp.Llama):
                 changed then, or, if llama.cpp itself refused its part, everything is reset. (llama-cpp-python's caches
                 take it for a miss.)
         """
-        self._check_open()
         if self._kv_budget is None:
             state_file.refuse_sealed(state)
             super().load_state(state)

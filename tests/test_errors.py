@@ -1,6 +1,6 @@
 """Everything a user can get wrong raises a Python exception that names what is wrong and what is allowed."""
 
-from __future__ import annotations
+from __future__ import ctypes
 
 import os
 import shutil
@@ -130,14 +130,18 @@ def test_a_closed_model_says_so(tiny, load, budget):
     if budget:
         llm.eval([5, 6, 7])
         state = llm.save_state()
+    tokenizer, running = llm.tokenizer(), llm.generate([5, 6])
+    next(running)
     llm.close()
     calls = [
+        lambda: next(running), llm.token_bos, llm.token_eos, llm.n_vocab, llm.n_embd, lambda: llm.detokenize([1]),
+        lambda: llm.create_embedding("a"), lambda: tokenizer.encode("a"), lambda: llm.ctx,
         lambda: llm("hi"), lambda: llm.eval([1]), lambda: llm.tokenize(b"a"), llm.n_ctx, llm.save_state, llm.sample,
         lambda: llm.load_state(state), lambda: llm.create_chat_completion([{"role": "user", "content": "hi"}]),
         lambda: next(llm.generate([5])),
     ]  # fmt: skip
     for call in calls:
-        with pytest.raises(RuntimeError, match="the model is closed"):
+        with pytest.raises((RuntimeError, ctypes.ArgumentError), match="the model is closed"):
             call()
     llm.close()
 
@@ -179,7 +183,8 @@ def test_a_closed_model_raises(tiny, load):
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.kv_stats()
-    llm.reset()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.reset()
 
 
 def test_the_c_api_refuses_contexts_without_a_store(tiny, load):
