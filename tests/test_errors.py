@@ -1,7 +1,8 @@
 """Everything a user can get wrong raises a Python exception that names what is wrong and what is allowed."""
 
-from __future__ import ctypes
+from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
