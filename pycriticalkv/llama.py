@@ -316,10 +316,13 @@ class Llama(llama_cpp.Llama):
         """Restore a state that ``save_state`` made.
 
         Raises:
+            TypeError: ``state`` is not a LlamaState.
             ValueError: The state is damaged, or was saved by another model, policy or without a budget. Nothing has
                 changed then, or, if llama.cpp itself refused its part, everything is reset. (llama-cpp-python's caches
                 take it for a miss.)
         """
+        if not isinstance(state, llama_cpp.LlamaState):
+            raise TypeError(f"state={state!r:.100}: allowed is what save_state() returned")
         if self._kv_budget is None:
             state_file.refuse_sealed(state)
             super().load_state(state)

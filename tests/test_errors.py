@@ -127,10 +127,11 @@ def test_an_adapter_that_is_none(tiny, load, tmp_path, budget):
 @pytest.mark.parametrize("budget", [None, 64])
 def test_a_closed_model_says_so(tiny, load, budget):
     llm = load(tiny, kv_budget=budget, n_ctx=512)
-    state = None
-    if budget:
-        llm.eval([5, 6, 7])
-        state = llm.save_state()
+    llm.eval([5, 6, 7])
+    state = llm.save_state()
+    for nothing in (None, b"state"):
+        with pytest.raises(TypeError, match="allowed is what save_state"):
+            llm.load_state(nothing)
     tokenizer, running = llm.tokenizer(), llm.generate([5, 6])
     next(running)
     llm.close()
