@@ -84,6 +84,23 @@ def test_windows_and_pools(tiny, load, tokens, window, pool):
         assert relative_error(attn, want) < 1e-5
 
 
+@pytest.mark.parametrize("n_tokens", [100, 2600])
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_kv_heads_in_several_graphs(make_tiny, load, tokens, norm, kind, n_tokens):
+    # 3, 3 and 2 KV heads of 2 * 80 rows in a graph for the attention; with many tokens 1 in a graph, and 3 for the norms
+    path = make_tiny(n_head=16, n_head_kv=8, head_dim=64, n_layer=1, n_ctx=4096)
+    for aggregate in AGGREGATES:
+        policy = KVPolicy(norm=norm, aggregate=aggregate, window=80, pool=63)
+        number = {**TYPES, **QUANTIZED}[kind]
+        llm = load(path, kv_budget=1024, kv_policy=policy, n_ctx=4096, type_k=number, type_v=number)
+        prefill_only(llm, tokens(n_tokens))
+        attn, value = llm._kv_store.scores(0, 80)
+        want_attn, want_value = reference_scores(llm, path, 0, policy, kind)
+        assert relative_error(attn, want_attn) < 1e-5
+        assert relative_error(value, want_value) < 2e-5
+
+
 @pytest.mark.parametrize("n_head,n_head_kv", [(96, 1), (160, 2)])
 @pytest.mark.parametrize("norm", NORMS)
 def test_many_query_heads_on_one_kv_head(make_tiny, load, tokens, norm, n_head, n_head_kv):

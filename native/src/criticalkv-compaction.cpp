@@ -1,8 +1,10 @@
-// Compaction: the kept rows of every head move, bit for bit, to new memory with room for them and what generation adds
-// until the next eviction.
+// Compaction: the kept rows of every head move, bit for bit, to memory with room for them and what generation adds until
+// the next eviction.
 //
-// Until all layers are gathered nothing in the cache has changed, so a failure or an abort leaves it as it was. The cache
-// then takes over the new memory and frees the old, which cannot fail (store::commit).
+// Memory of another size is new: until all layers are gathered nothing in the cache has changed, so a failure or an abort
+// leaves it as it was. The cache then takes over the new memory and frees the old, which cannot fail (store::commit).
+// Between two evictions of one generation the size stays the same; on the host the rows then move down where they are,
+// which cannot fail either.
 
 #include "criticalkv-error.h"
 #include "criticalkv-graph.h"
@@ -40,6 +42,7 @@ static bool fits_words(const ggml_tensor * t, int64_t d) {
     return ggml_row_size(t->type, d) % 4 == 0;
 }
 
+// `to` may be `from`: slots ascend, so a row moves to where no later one is read.
 static void gather_on_host(const ggml_tensor * from, ggml_tensor * to, int64_t d,
                            const std::vector<std::vector<int32_t>> & keep) {
     const size_t head_bytes = ggml_row_size(from->type, d);
@@ -47,7 +50,7 @@ static void gather_on_host(const ggml_tensor * from, ggml_tensor * to, int64_t d
         const char * source = (const char *) from->data + head * head_bytes;
         char *       target = (char *) to->data + head * head_bytes;
         for (const int32_t slot : keep[head]) {
-            std::memcpy(target, source + slot * from->nb[1], head_bytes);
+            std::memmove(target, source + slot * from->nb[1], head_bytes);
             target += to->nb[1];
         }
     }
@@ -73,6 +76,20 @@ static kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, i
     gather(gr, l.rows.v, rows.v, l.info.n_embd_v, n, in_slots);
     gr.compute(lctx);
     return rows;
+}
+
+bool store::compacts_in_place(int64_t capacity) const {
+    return std::all_of(layers.begin(), layers.end(), [&](const layer & l) {
+        return l.rows.capacity == capacity && ggml_backend_buffer_is_host(l.rows.buf.get());
+    });
+}
+
+void store::compact_in_place(const keep_lists & keep) noexcept {
+    for (size_t i = 0; i < layers.size(); ++i) {
+        const layer & l = layers[i];
+        gather_on_host(l.rows.k, l.rows.k, l.info.n_embd_k, keep[i]);
+        gather_on_host(l.rows.v, l.rows.v, l.info.n_embd_v, keep[i]);
+    }
 }
 
 std::vector<kv_rows> store::compact(llama_context & lctx, const keep_lists & keep, int64_t capacity) {

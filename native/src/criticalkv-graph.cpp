@@ -2,8 +2,6 @@
 
 #include "criticalkv-error.h"
 
-#include <numeric>
-
 namespace criticalkv {
 
 graph::graph(size_t max_nodes) {
@@ -24,10 +22,12 @@ ggml_tensor * graph::input(ggml_type type, int64_t ne0, int64_t ne1, const void 
     return t;
 }
 
-ggml_tensor * graph::range(int32_t first, int64_t n) {
-    ranges.emplace_back(n);
-    std::iota(ranges.back().begin(), ranges.back().end(), first);
-    return input(GGML_TYPE_I32, n, 1, ranges.back().data());
+ggml_tensor * graph::ranges(int64_t n, int64_t times) {
+    std::vector<int32_t> & all = numbers.emplace_back(n * times);
+    for (int64_t i = 0; i < n * times; ++i) {
+        all[i] = (int32_t) (i % n);
+    }
+    return input(GGML_TYPE_I32, n, times, all.data());
 }
 
 void graph::output(ggml_tensor * t) {

@@ -23,8 +23,8 @@ class graph {
     ggml_tensor * input(ggml_type type, int64_t ne0, int64_t ne1, const void * data);
     void          output(ggml_tensor * t);
 
-    // I32 [n]: first, first + 1, ...
-    ggml_tensor * range(int32_t first, int64_t n);
+    // I32 [n, times]: 0, 1, ... n - 1, so many times.
+    ggml_tensor * ranges(int64_t n, int64_t times);
 
     // Runs on the context's own scheduler, as K-shift does; returns when the outputs can be read.
     // Throws error(CRITICALKV_ERR_MEMORY or CRITICALKV_ERR_COMPUTE).
@@ -39,7 +39,7 @@ class graph {
     ggml_cgraph *            cgraph;
     std::vector<graph_input> inputs;
 
-    std::list<std::vector<int32_t>> ranges;  // a list, because inputs point into its vectors
+    std::list<std::vector<int32_t>> numbers;  // a list, because inputs point into its vectors
 };
 
 // Host tensor content, f32.

@@ -14,10 +14,11 @@ static constexpr int64_t HEADS_PER_GRAPH = 32;
 static constexpr size_t  MAX_NODES       = 512;
 static constexpr int64_t L1_COLUMNS      = 256;  // entries projected at once without the fused op
 
-ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, int32_t head, int64_t first, int64_t n) {
-    const size_t  offset = first * cache->nb[1] + head * ggml_row_size(cache->type, d);
-    ggml_tensor * rows   = ggml_view_2d(gr.ctx(), cache, d, n, cache->nb[1], offset);
-    return ggml_is_quantized(cache->type) ? ggml_get_rows(gr.ctx(), rows, gr.range(0, n)) : rows;
+ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_range & of) {
+    const size_t  row = ggml_row_size(cache->type, d);
+    ggml_tensor * rows =
+        ggml_view_3d(gr.ctx(), cache, d, of.n, of.heads, cache->nb[1], row, of.first * cache->nb[1] + of.head * row);
+    return ggml_is_quantized(cache->type) ? ggml_get_rows(gr.ctx(), rows, gr.ranges(of.n, of.heads)) : rows;
 }
 
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
@@ -43,7 +44,7 @@ static bool can_get_rows(const ggml_tensor * wo, ggml_tensor * get_rows) {
 static ggml_tensor * dequantized_wo(graph & gr, const layer & l, std::vector<float> & identity) {
     ggml_context * ctx  = gr.ctx();
     const int64_t  n    = l.wo->ne[0];
-    ggml_tensor *  rows = ggml_get_rows(ctx, l.wo, gr.range(0, l.wo->ne[1]));
+    ggml_tensor *  rows = ggml_get_rows(ctx, l.wo, gr.ranges(l.wo->ne[1], 1));
     if (can_get_rows(l.wo, rows)) {
         return rows;
     }
@@ -142,35 +143,36 @@ unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params
 
 // ---- the norms -------------------------------------------------------------------------------------------------------
 
-// sqrt(v^T G v) for every column of v [d, n]: [n].
+// sqrt(v^T G v) for every v [d, n, heads], with a G [d, d, heads] for each head: [n * heads].
 static ggml_tensor * gram_norm(ggml_context * ctx, ggml_tensor * v, ggml_tensor * gram, ggml_tensor * ones) {
     ggml_tensor * product = ggml_mul(ctx, matmul(ctx, gram, v), v);
+    product               = ggml_reshape_2d(ctx, product, v->ne[0], v->ne[1] * v->ne[2]);
     ggml_tensor * square  = matmul(ctx, product, ones);
     return ggml_sqrt(ctx, ggml_relu(ctx, square));  // rounding may leave a small negative number
 }
 
-// out = mean over the Gram matrices [first, first + count) of sqrt(v^T G v).
-static void norms_by_gram(llama_context & lctx, const layer & l, int32_t head, int64_t n, int64_t first, int64_t count,
-                          float * out) {
+// out[heads][n] = mean over the Gram matrices of each head, per_head of them, of sqrt(v^T G v).
+static void norms_by_gram(llama_context & lctx, const layer & l, const head_range & of, int64_t per_head, float * out) {
     const int64_t            d = l.info.n_embd_v;
     const std::vector<float> ones(d, 1.0f);
-    std::fill_n(out, n, 0.0f);
-    for (int64_t done = 0; done < count; done += HEADS_PER_GRAPH) {
+    std::fill_n(out, of.heads * of.n, 0.0f);
+    for (int64_t done = 0; done < per_head; done += HEADS_PER_GRAPH) {
         graph          gr(MAX_NODES);
-        ggml_context * ctx    = gr.ctx();
-        ggml_tensor *  v      = to_f32(ctx, head_rows(gr, l.rows.v, d, head, 0, n));
-        ggml_tensor *  one    = gr.input(GGML_TYPE_F32, d, 1, ones.data());
-        ggml_tensor *  sum    = nullptr;
-        const int64_t  before = std::min(done + HEADS_PER_GRAPH, count);
-        for (int64_t i = first + done; i < first + before; ++i) {
-            ggml_tensor * norm = gram_norm(ctx, v, gram_view(ctx, l.gram, i), one);
+        ggml_context * ctx = gr.ctx();
+        ggml_tensor *  v   = to_f32(ctx, head_rows(gr, l.rows.v, d, of));
+        ggml_tensor *  one = gr.input(GGML_TYPE_F32, d, 1, ones.data());
+        ggml_tensor *  sum = nullptr;
+        for (int64_t i = done; i < std::min(done + HEADS_PER_GRAPH, per_head); ++i) {
+            ggml_tensor * gram = ggml_view_3d(ctx, l.gram, d, d, of.heads, l.gram->nb[1], per_head * l.gram->nb[2],
+                                              (of.head * per_head + i) * l.gram->nb[2]);
+            ggml_tensor * norm = gram_norm(ctx, v, gram, one);
             sum                = sum == nullptr ? norm : ggml_add(ctx, sum, norm);
         }
         gr.output(sum);
         gr.compute(lctx);
         const std::vector<float> part = read_f32(sum);
-        for (int64_t i = 0; i < n; ++i) {
-            out[i] += part[i] / (float) count;
+        for (size_t i = 0; i < part.size(); ++i) {
+            out[i] += part[i] / (float) per_head;
         }
     }
 }
@@ -180,7 +182,7 @@ static void norms_l1_fused(llama_context & lctx, const layer & l, const unpacked
                            float * out) {
     graph         gr(MAX_NODES);
     const int     g    = l.info.n_head / l.info.n_head_kv;
-    ggml_tensor * v    = to_f32(gr.ctx(), head_rows(gr, l.rows.v, l.info.n_embd_v, head, 0, n));
+    ggml_tensor * v    = to_f32(gr.ctx(), head_rows(gr, l.rows.v, l.info.n_embd_v, { head, 1, 0, n }));
     ggml_tensor * norm = l1_norm_cpu(gr.ctx(), v, wo.w, head * g, g);
     gr.output(norm);
     gr.compute(lctx);
@@ -199,7 +201,7 @@ static void norms_l1_standard(llama_context & lctx, const layer & l, const unpac
         for (int64_t done = 0; done < g; done += HEADS_PER_GRAPH) {
             graph          gr(MAX_NODES);
             ggml_context * ctx = gr.ctx();
-            ggml_tensor *  v   = to_f32(ctx, head_rows(gr, l.rows.v, d, head, c, width));
+            ggml_tensor *  v   = to_f32(ctx, head_rows(gr, l.rows.v, d, { head, 1, c, width }));
             ggml_tensor *  one = gr.input(GGML_TYPE_F32, wo.w->ne[1], 1, ones.data());
             ggml_tensor *  sum = nullptr;
             for (int64_t h = head * g + done; h < head * g + std::min(done + HEADS_PER_GRAPH, g); ++h) {
@@ -218,21 +220,22 @@ static void norms_l1_standard(llama_context & lctx, const layer & l, const unpac
 }
 
 void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
-                 int32_t head, int64_t n, float * out) {
-    const int64_t g = l.info.n_head / l.info.n_head_kv;
-    switch (params.norm) {
-        case CRITICALKV_NORM_GRAM:
-            norms_by_gram(lctx, l, head, n, head, 1, out);
-            break;
-        case CRITICALKV_NORM_L2:
-            norms_by_gram(lctx, l, head, n, head * g, g, out);
-            break;
-        default:
-            if (wo.turned) {
-                norms_l1_fused(lctx, l, wo, head, n, out);
-            } else {
-                norms_l1_standard(lctx, l, wo, head, n, out);
-            }
+                 int64_t n, float * out) {
+    const int64_t n_head_kv = l.info.n_head_kv;
+    if (params.norm != CRITICALKV_NORM_L1) {
+        const int64_t per_head = l.gram->ne[2] / n_head_kv;
+        const int64_t heads    = std::max<int64_t>(1, MAX_ELEMENTS / (n * l.info.n_embd_v));
+        for (int64_t head = 0; head < n_head_kv; head += heads) {
+            norms_by_gram(lctx, l, { head, std::min(heads, n_head_kv - head), 0, n }, per_head, out + head * n);
+        }
+        return;
+    }
+    for (int32_t head = 0; head < n_head_kv; ++head) {
+        if (wo.turned) {
+            norms_l1_fused(lctx, l, wo, head, n, out + head * n);
+        } else {
+            norms_l1_standard(lctx, l, wo, head, n, out + head * n);
+        }
     }
 }
 

@@ -19,15 +19,27 @@ struct unpacked_wo {
 unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l,
                           const std::vector<lora_part> & loras);
 
-// Norms of the first n entries of a KV head, to out[n].
+// Norms of the first n entries, to out[n_head_kv][n].
 void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
-                 int32_t head, int64_t n, float * out);
+                 int64_t n, float * out);
 
-// ggml building blocks that the attention scores share.
-//
-// Rows [first, first + n) of one KV head: [d, n]. Numbers of quantized caches are dequantized: products with the
-// quantized rows themselves would round the other side too.
-ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, int32_t head, int64_t first, int64_t n);
+// Building blocks that the attention scores share.
+
+// Floats of one tensor up to which several KV heads share a graph: small graphs cost more to set up than to run, large
+// ones would make the compute buffer grow.
+constexpr int64_t MAX_ELEMENTS = 1 << 19;
+
+// Entries [first, first + n) of the KV heads [head, head + heads).
+struct head_range {
+    int64_t head;
+    int64_t heads;
+    int64_t first;
+    int64_t n;
+};
+
+// What a cache holds there: [d, n, heads]. Numbers of quantized caches are dequantized: products with the quantized rows
+// themselves would round the other side too.
+ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_range & of);
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b);
 
 }  // namespace criticalkv

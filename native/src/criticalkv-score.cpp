@@ -1,7 +1,8 @@
 // Scoring: observed attention and projected value norms of one layer, in ggml graphs on the backend that holds the cache.
 //
-// Built from standard ggml ops, a block of query heads of one KV head per graph. The largest tensors are n x MAX_ROWS
-// floats, whatever the window and the number of query heads, and three of them are alive at a time.
+// Built from standard ggml ops, a block of heads per graph: several KV heads whole while they are short, or some query
+// heads of one. The largest tensors are n x MAX_ROWS floats, whatever the window and the number of heads, and three of
+// them are alive at a time.
 
 #include "criticalkv-error.h"
 #include "criticalkv-graph.h"
@@ -18,11 +19,13 @@ namespace criticalkv {
 static constexpr size_t  MAX_NODES = 512;
 static constexpr int64_t MAX_ROWS  = 512;  // window queries times query heads in one graph
 
-// Query heads [first, first + count), all of one KV head.
+// Query heads [first, first + heads * group) of the KV heads [kv_head, kv_head + heads): all of several KV heads, or a
+// part of one.
 struct head_block {
     int32_t kv_head;
+    int64_t heads;
     int64_t first;
-    int64_t count;
+    int64_t group;
 };
 
 // What the graphs of one layer share.
@@ -32,8 +35,16 @@ struct observation {
     int64_t              m;         // window queries that are known
     std::vector<int32_t> rows;      // [m] their rows in the ring
     std::vector<float>   mask;      // [m][n] causal: 0 or -inf
-    std::vector<float>   ones;      // [MAX_ROWS or more]
 };
+
+// a[from + i] += x[i] along dim 0, in place, as far as both go.
+static ggml_tensor * add_shifted(ggml_context * ctx, ggml_tensor * a, ggml_tensor * x, int64_t shift) {
+    const int64_t n    = x->ne[0] - std::abs(shift);
+    const size_t  from = std::max<int64_t>(0, -shift) * sizeof(float);
+    const size_t  to   = std::max<int64_t>(0, shift) * sizeof(float);
+    ggml_tensor * part = ggml_view_2d(ctx, x, n, x->ne[1], x->nb[1], from);
+    return ggml_acc_inplace(ctx, a, part, a->nb[1], a->nb[2], a->nb[3], to);
+}
 
 // Average pool along dim 0 with stride 1 and zero padding that counts in the divisor. (The padding of ggml's own 1d pool
 // does not count on all backends.)
@@ -41,79 +52,93 @@ static ggml_tensor * average_pool(ggml_context * ctx, ggml_tensor * x, int32_t k
     if (k == 1) {
         return x;
     }
-    const int64_t n      = x->ne[0];
-    ggml_tensor * padded = ggml_pad_ext(ctx, x, k / 2, k / 2, 0, 0, 0, 0, 0, 0);
-    ggml_tensor * sum    = nullptr;
-    for (int32_t j = 0; j < k; ++j) {
-        ggml_tensor * shifted = ggml_view_2d(ctx, padded, n, x->ne[1], padded->nb[1], j * sizeof(float));
-        sum                   = sum == nullptr ? shifted : ggml_add(ctx, sum, shifted);
+    ggml_tensor * sum = ggml_cont(ctx, x);
+    for (int64_t j = 1; j <= std::min<int64_t>(k / 2, x->ne[0] - 1); ++j) {
+        sum = add_shifted(ctx, sum, x, j);
+        sum = add_shifted(ctx, sum, x, -j);
     }
     return ggml_scale(ctx, sum, 1.0f / (float) k);
 }
 
-// softmax over all n keys of the window's queries of a block of heads, sink logits in the divisor: [n, m * heads].
+// softmax over all n keys of the window's queries of a block of heads, sink logits in the divisor:
+// [n, m * group * heads].
 static ggml_tensor * observed_attention(graph & gr, const layer & l, const observation & o, const head_block & b) {
-    ggml_context * ctx  = gr.ctx();
-    const int64_t  d    = l.info.n_embd_k;
-    ggml_tensor *  rows = gr.input(GGML_TYPE_I32, o.m, 1, o.rows.data());
-    ggml_tensor *  mask = gr.input(GGML_TYPE_F32, o.n, o.m, o.mask.data());
+    ggml_context * ctx   = gr.ctx();
+    const int64_t  d     = l.info.n_embd_k;
+    const int64_t  count = b.group * b.heads;
+    ggml_tensor *  rows  = gr.input(GGML_TYPE_I32, o.m, 1, o.rows.data());
+    ggml_tensor *  mask  = gr.input(GGML_TYPE_F32, o.n, o.m, o.mask.data());
 
     ggml_tensor * q = ggml_get_rows(ctx, l.queries, rows);  // [d * n_head, m]
-    q               = ggml_view_3d(ctx, q, d, o.m, b.count, q->nb[1], d * sizeof(float), b.first * d * sizeof(float));
-    q               = ggml_reshape_2d(ctx, ggml_cont(ctx, q), d, o.m * b.count);
+    q               = ggml_view_3d(ctx, q, d, o.m, count, q->nb[1], d * sizeof(float), b.first * d * sizeof(float));
+    q               = ggml_reshape_3d(ctx, ggml_cont(ctx, q), d, o.m * b.group, b.heads);
 
-    ggml_tensor * logits = matmul(ctx, head_rows(gr, l.rows.k, d, b.kv_head, 0, o.n), q);
+    ggml_tensor * logits = matmul(ctx, head_rows(gr, l.rows.k, d, { b.kv_head, b.heads, 0, o.n }), q);
     float         scale  = l.info.scale;
     if (l.info.softcap != 0.0f) {
         logits = ggml_tanh(ctx, ggml_scale(ctx, logits, scale / l.info.softcap));
         logits = ggml_scale(ctx, logits, l.info.softcap);
         scale  = 1.0f;
     }
-    logits             = ggml_reshape_3d(ctx, logits, o.n, o.m, b.count);
+    logits             = ggml_reshape_3d(ctx, logits, o.n, o.m, count);
     ggml_tensor * attn = ggml_soft_max_ext(ctx, logits, mask, scale, 0.0f);
     if (l.sinks != nullptr) {
-        ggml_soft_max_add_sinks(attn, ggml_view_1d(ctx, l.sinks, b.count, b.first * l.sinks->nb[0]));
+        ggml_soft_max_add_sinks(attn, ggml_view_1d(ctx, l.sinks, count, b.first * l.sinks->nb[0]));
     }
-    return ggml_reshape_2d(ctx, attn, o.n, o.m * b.count);
+    return ggml_reshape_2d(ctx, attn, o.n, o.m * count);
 }
 
-// The aggregate over window queries and the block's query heads: [n_before].
+// The aggregate over the window queries and the query heads of each KV head: [n_before, heads].
 static ggml_tensor * aggregate_attention(graph & gr, const criticalkv_params & params, const observation & o,
-                                         ggml_tensor * attn) {
+                                         const head_block & b, ggml_tensor * attn) {
     ggml_context * ctx    = gr.ctx();
-    const int64_t  rows   = attn->ne[1];
-    ggml_tensor *  before = ggml_view_2d(ctx, attn, o.n_before, rows, attn->nb[1], 0);
-    if (params.aggregate == CRITICALKV_AGGREGATE_MAX) {
-        ggml_tensor * pooled = average_pool(ctx, before, params.pool);
-        ggml_tensor * turned = ggml_cont(ctx, ggml_transpose(ctx, pooled));  // [rows, n_before]
-        return ggml_pool_1d(ctx, turned, GGML_OP_POOL_MAX, rows, rows, 0);
-    }
-    // pooling is linear, so it may follow the mean over all rows
-    ggml_tensor * turned = ggml_cont(ctx, ggml_transpose(ctx, before));
-    ggml_tensor * sum    = matmul(ctx, turned, gr.input(GGML_TYPE_F32, rows, 1, o.ones.data()));  // [n_before]
-    return average_pool(ctx, ggml_scale(ctx, sum, 1.0f / (float) rows), params.pool);
+    const int32_t  rows   = (int32_t) (o.m * b.group);  // of one KV head
+    const bool     is_max = params.aggregate == CRITICALKV_AGGREGATE_MAX;
+    ggml_tensor *  before = ggml_view_2d(ctx, attn, o.n_before, attn->ne[1], attn->nb[1], 0);
+    // pooling over entries is linear, so for the mean it may follow the aggregate
+    before               = is_max ? average_pool(ctx, before, params.pool) : before;
+    ggml_tensor * turned = ggml_cont(ctx, ggml_transpose(ctx, before));  // [rows * heads, n_before]
+    ggml_tensor * total  = ggml_pool_1d(ctx, turned, is_max ? GGML_OP_POOL_MAX : GGML_OP_POOL_AVG, rows, rows, 0);
+    total                = ggml_cont(ctx, ggml_transpose(ctx, total));
+    return is_max ? total : average_pool(ctx, total, params.pool);
 }
 
-// A or R of one KV head, to out[n_before].
+// Heads of one graph, from KV head kv_head and its query head done on.
+static head_block next_block(const criticalkv_layer_info & info, const observation & o, int32_t kv_head, int64_t done) {
+    const int64_t g    = info.n_head / info.n_head_kv;
+    const int64_t rows = std::min(MAX_ROWS, MAX_ELEMENTS / o.n);
+    if (done == 0 && rows / (o.m * g) > 1) {
+        return { kv_head, std::min<int64_t>(rows / (o.m * g), info.n_head_kv - kv_head), kv_head * g, g };
+    }
+    return { kv_head, 1, kv_head * g + done, std::min(std::max<int64_t>(1, MAX_ROWS / o.m), g - done) };
+}
+
+// A or R of all KV heads, to out[n_head_kv][n_before].
 static void attention_scores(llama_context & lctx, const criticalkv_params & params, const layer & l,
-                             const observation & o, int32_t head, float * out) {
-    const int64_t g        = l.info.n_head / l.info.n_head_kv;
-    const int64_t per_pass = std::max<int64_t>(1, MAX_ROWS / o.m);
-    std::fill_n(out, o.n_before, 0.0f);
-    for (int64_t done = 0; done < g; done += per_pass) {
-        const head_block b = { head, head * g + done, std::min(per_pass, g - done) };
+                             const observation & o, float * out) {
+    const int64_t g    = l.info.n_head / l.info.n_head_kv;
+    int64_t       done = 0;  // query heads of head
+    std::fill_n(out, l.info.n_head_kv * o.n_before, 0.0f);
+    for (int32_t head = 0; head < l.info.n_head_kv;) {
+        const head_block b = next_block(l.info, o, head, done);
         graph            gr(MAX_NODES);
-        ggml_tensor *    scores = aggregate_attention(gr, params, o, observed_attention(gr, l, o, b));
+        ggml_tensor *    scores = aggregate_attention(gr, params, o, b, observed_attention(gr, l, o, b));
         gr.output(scores);
         gr.compute(lctx);
         const std::vector<float> part  = read_f32(scores);
-        const float              share = (float) b.count / (float) g;
-        for (int64_t i = 0; i < o.n_before; ++i) {
+        const float              share = (float) b.group / (float) g;
+        float *                  to    = out + head * o.n_before;
+        for (size_t i = 0; i < part.size(); ++i) {
             if (params.aggregate == CRITICALKV_AGGREGATE_MEAN) {
-                out[i] += share * part[i];
-            } else if (!(part[i] <= out[i])) {  // so that a NaN stays one
-                out[i] = part[i];
+                to[i] += share * part[i];
+            } else if (!(part[i] <= to[i])) {  // so that a NaN stays one
+                to[i] = part[i];
             }
+        }
+        done += b.group;
+        if (done == g) {
+            head += (int32_t) b.heads;
+            done = 0;
         }
     }
 }
@@ -156,7 +181,6 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
             o.mask[t * o.n + i] = cells().pos_get((uint32_t) i) <= queries[t] ? 0.0f : -INFINITY;
         }
     }
-    o.ones.assign(MAX_ROWS, 1.0f);
 
     const bool  with_norm = params.value == CRITICALKV_VALUE_CRITICAL;
     unpacked_wo wo        = with_norm ? prepare_norms(lctx, params, l, loras_of(lctx, l)) : unpacked_wo();
@@ -164,12 +188,9 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
     layer_scores out;
     out.attn.resize((size_t) (l.info.n_head_kv * o.n_before));
     out.norm.resize(out.attn.size(), 0.0f);
-    for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
-        const size_t offset = (size_t) (head * o.n_before);
-        attention_scores(lctx, params, l, o, head, out.attn.data() + offset);
-        if (with_norm) {
-            value_norms(lctx, params, l, wo, head, o.n_before, out.norm.data() + offset);
-        }
+    attention_scores(lctx, params, l, o, out.attn.data());
+    if (with_norm) {
+        value_norms(lctx, params, l, wo, o.n_before, out.norm.data());
     }
     check_finite(out.attn, l.il);
     check_finite(out.norm, l.il);

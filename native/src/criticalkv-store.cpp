@@ -435,6 +435,7 @@ store::kept_positions store::positions_of(const keep_lists & keep) const {
 // Puts the new slots in force. A slot of the cells stands for all heads. In the tail, which every head holds in full, it
 // has its true position; the slots before take stand-ins, the positions just below the tail. So all kept slots stay
 // visible to every later query, and the sequence ends where it did, also after it is cut back to the tail's start.
+// Without new rows the kept ones have moved already.
 void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
     tail_start           = std::max(tail_start, n_positions() - params.window);
     evicted              = true;
@@ -442,10 +443,14 @@ void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
     const int64_t before = bytes_allocated();
     for (size_t i = 0; i < layers.size(); ++i) {
         layers[i].kept = std::move(kept[i]);
-        adopt_rows(layers[i], std::move(rows[i]));
     }
-    memory_version += 1;
-    return_freed_memory(before);
+    if (!rows.empty()) {
+        for (size_t i = 0; i < layers.size(); ++i) {
+            adopt_rows(layers[i], std::move(rows[i]));
+        }
+        memory_version += 1;
+        return_freed_memory(before);
+    }
     const std::vector<int32_t> & first   = layers[0].kept[0];
     const auto                   tail    = std::lower_bound(first.begin(), first.end(), tail_start);
     const int32_t                n_below = (int32_t) (tail - first.begin());
@@ -459,10 +464,16 @@ void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
 }
 
 void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_slack) {
-    const keep_lists     keep = choose(lctx, new_budget);
-    const int64_t        t0   = ggml_time_us();
-    kept_positions       kept = positions_of(keep);
-    std::vector<kv_rows> rows = compact(lctx, keep, evicted_capacity(new_budget, new_slack));
+    const keep_lists     keep     = choose(lctx, new_budget);
+    const int64_t        t0       = ggml_time_us();
+    const int64_t        capacity = evicted_capacity(new_budget, new_slack);
+    kept_positions       kept     = positions_of(keep);
+    std::vector<kv_rows> rows;
+    if (compacts_in_place(capacity)) {
+        compact_in_place(keep);
+    } else {
+        rows = compact(lctx, keep, capacity);
+    }
     commit(std::move(kept), std::move(rows));
     counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;
     counters.n_evictions += 1;

@@ -239,6 +239,8 @@ class store {
     layer_scores           compute_scores(llama_context & lctx, layer & l);
     kept_positions         positions_of(const keep_lists & keep) const;
     keep_lists             choose(llama_context & lctx, int32_t budget);
+    bool                   compacts_in_place(int64_t capacity) const;
+    void                   compact_in_place(const keep_lists & keep) noexcept;
     std::vector<kv_rows>   compact(llama_context & lctx, const keep_lists & keep, int64_t capacity);
     void                   commit(kept_positions kept, std::vector<kv_rows> rows);
     void                   run_eviction(llama_context & lctx, int32_t budget, int32_t slack);
