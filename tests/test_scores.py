@@ -88,7 +88,7 @@ def test_windows_and_pools(tiny, load, tokens, window, pool):
 @pytest.mark.parametrize("kind", ["f16", "q8_0"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_kv_heads_in_several_graphs(make_tiny, load, tokens, norm, kind, n_tokens):
-    # 3, 3 and 2 KV heads of 2 * 80 rows in a graph for the attention; with many tokens 1 in a graph, and 3 for the norms
+    # attention: 3, 3 and 2 KV heads of 2 * 80 rows in a graph; with many tokens 1, and for the norms 3
     path = make_tiny(n_head=16, n_head_kv=8, head_dim=64, n_layer=1, n_ctx=4096)
     for aggregate in AGGREGATES:
         policy = KVPolicy(norm=norm, aggregate=aggregate, window=80, pool=63)
