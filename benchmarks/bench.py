@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9, help="turns that count")
     parser.add_argument("--tokens", type=int, default=24, help="tokens decoded per turn")
     parser.add_argument("--type", default="f16", choices=CACHE_TYPES, help="of the cache")
+    parser.add_argument("--prompt", type=int, help="tokens of the prompt (default: 7,500 and 16,000)")
     parser.add_argument("--growth", action="store_true", help="measure the growth of the cache instead")
     parser.add_argument("--stock-python", help="python of an environment with an unpatched llama-cpp-python")
     args = parser.parse_args()
@@ -150,7 +151,7 @@ def main() -> None:
             elif args.stock_python:
                 against_an_unpatched_build(model, args)
             else:
-                against_the_full_cache(model, n, args)
+                against_the_full_cache(model, args.prompt or n, args)
 
 
 if __name__ == "__main__":

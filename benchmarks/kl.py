@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import texts
-from numpy.typing import NDArray
 
-from pycriticalkv import PRESETS, KVPolicy, Llama, llama_cpp
+from pycriticalkv import PRESETS, KVPolicy, Llama
+from pycriticalkv.evaluation.continuation import decode, divergence
 
 PROMPT = 6000
 FORCED = 512
@@ -61,37 +61,6 @@ def arms(windows: list[int], presets: list[str]) -> list[tuple[str, KVPolicy]]:
     ]
 
 
-def decode(llm: Llama, tokens: list[int], all_logits: bool) -> NDArray[np.float32] | None:
-    """Evaluate tokens; with all_logits return the logits of each."""
-    rows = []
-    for i in range(0, len(tokens), llm.n_batch):
-        batch = tokens[i : i + llm.n_batch]
-        llm._batch.set_batch(batch=batch, n_past=llm.n_tokens, logits_all=all_logits)
-        llm._ctx.decode(llm._batch)
-        llm.input_ids[llm.n_tokens : llm.n_tokens + len(batch)] = batch
-        llm.n_tokens += len(batch)
-        if all_logits:
-            pointer = llama_cpp.llama_get_logits(llm.ctx)
-            rows.append(np.ctypeslib.as_array(pointer, shape=(len(batch), llm.n_vocab())).copy())
-    return np.concatenate(rows) if rows else None
-
-
-def log_softmax(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Row by row, in float64."""
-    x = logits.astype(np.float64)
-    x -= x.max(axis=1, keepdims=True)
-    return np.asarray(x - np.log(np.exp(x).sum(axis=1, keepdims=True)))
-
-
-def divergence(full: NDArray[np.float32], evicted: NDArray[np.float32]) -> tuple[NDArray[np.float64], float]:
-    """KL(full || evicted) of each token in nats, and the share of equal first choices."""
-    rows = []
-    for i in range(0, len(full), 64):  # 64 rows at a time: a vocabulary of 150,000 in float64 is large
-        p, q = log_softmax(full[i : i + 64]), log_softmax(evicted[i : i + 64])
-        rows.append((np.exp(p) * (p - q)).sum(axis=1))
-    return np.concatenate(rows), float(np.mean(full.argmax(axis=1) == evicted.argmax(axis=1)))
-
-
 def read_prompt(setup: Setup, window: int) -> tuple[Any, list[int]]:
     """State of the cache after the prompt, nothing evicted, and the tokens that follow."""
     llm = setup.open(KVPolicy(window=window))
@@ -99,7 +68,7 @@ def read_prompt(setup: Setup, window: int) -> tuple[Any, list[int]]:
         : PROMPT + FORCED
     ]
     assert len(tokens) == PROMPT + FORCED
-    decode(llm, tokens[:PROMPT], all_logits=False)
+    llm.eval(tokens[:PROMPT])
     state = llm.save_state()
     llm.close()
     return state, tokens[PROMPT:]
@@ -118,13 +87,14 @@ def measure_kl(setup: Setup, budgets: list[int], windows: list[int], presets: li
         llm = setup.open(policy)
         if policy.window not in full:
             llm.load_state(state)
-            full[policy.window] = decode(llm, forced, all_logits=True)
+            full[policy.window] = decode(llm, forced)
         cells = []
         for budget in budgets:
             llm.load_state(state)
             llm._kv_store.evict(budget)
-            evicted = decode(llm, forced, all_logits=True)
-            kl, same = divergence(full[policy.window], evicted)  # type: ignore[arg-type]
+            evicted = decode(llm, forced)
+            kl = divergence(full[policy.window], evicted)
+            same = np.mean(full[policy.window].argmax(axis=1) == evicted.argmax(axis=1))
             cells.append(f"{kl.mean():.4f} ({kl.std() / len(kl) ** 0.5:.4f}), {same:.3f}")
         print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
         llm.close()

@@ -660,6 +660,32 @@ def _lfm2(file: _File, shape: Shape) -> None:
         _add_ffn(file, shape, prefix)
 
 
+def _deci(file: _File, shape: Shape) -> None:
+    """Layers in turn: attention, a matrix in its place, attention, neither."""
+    d = shape.n_embd
+    heads = [(shape.n_head, shape.n_head, shape.n_head, 0)[il % 4] for il in range(shape.n_layer)]
+    attention = [il % 2 == 0 for il in range(shape.n_layer)]
+    file.writer.add_feed_forward_length(shape.n_ff)
+    file.writer.add_head_count(heads)
+    file.writer.add_head_count_kv([shape.n_head_kv * here for here in attention])
+    file.writer.add_key_length(shape.head_dim)
+    file.writer.add_value_length(shape.head_dim)
+    file.writer.add_layer_norm_rms_eps(1e-5)
+    file.writer.add_rope_dimension_count(shape.head_dim)
+    file.writer.add_rope_freq_base(10000.0)
+    _add_embeddings(file, shape)
+    for il in range(shape.n_layer):
+        prefix = f"blk.{il}"
+        if heads[il]:
+            file.norm(f"{prefix}.attn_norm", d)
+        if attention[il]:
+            _add_attention(file, shape, prefix, SELF_ATTENTION)
+        elif heads[il]:
+            file.matrix(f"{prefix}.attn_output", _to_residual(file.normal(d, d, std=d**-0.5)), file.wo_type)
+        file.norm(f"{prefix}.ffn_norm", d)
+        _add_ffn(file, shape, prefix)
+
+
 def _granitehybrid(file: _File, shape: Shape) -> None:
     attention = _hybrid_layers(shape)
     _add_attention_sizes(file, shape, attention)
@@ -791,6 +817,7 @@ BUILDERS: dict[str, Callable[[_File, Shape], None]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "deci": _deci,
     "lfm2": _lfm2,
     "granitehybrid": _granitehybrid,
     "mamba": _mamba,

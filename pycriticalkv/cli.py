@@ -1,4 +1,4 @@
-"""The command line: ``pycriticalkv eval`` and ``pycriticalkv inspect``."""
+"""The command line: ``pycriticalkv eval``, ``pycriticalkv bench`` and ``pycriticalkv inspect``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -86,53 +86,136 @@ def _add_eval(commands: Any) -> None:
         metavar="FILE",
         help="your own instead: JSON lines of context (or context_file), question, answers",
     )
+    parser.add_argument("--passages", type=int, default=4,
+                        help="passages to measure perplexity and KL divergence after (default: 4)")  # fmt: skip
+    parser.add_argument("--forced", type=int, default=256, help="tokens that follow each passage (default: 256)")
     parser.add_argument("--out", type=Path, default=Path("eval.jsonl"), help="JSON lines (default: eval.jsonl)")
-    parser.add_argument("--plot", type=Path, help="also draw accuracy over budget as a PNG")
+    parser.add_argument("--plot", type=Path, help="also draw accuracy and KL divergence over budget as a PNG")
     parser.set_defaults(run=_eval)
 
 
 def _eval(args: argparse.Namespace) -> None:
     from tqdm import tqdm  # noqa: PLC0415
 
-    from pycriticalkv.evaluation.runner import Evaluator, Grid, Source, append_outcome, open_outcomes  # noqa: PLC0415
+    from pycriticalkv.evaluation.continuation import (  # noqa: PLC0415
+        Continuation,
+        continuation_table,
+        continuations,
+        summarize_continuations,
+    )
+    from pycriticalkv.evaluation.runner import (  # noqa: PLC0415
+        Evaluator,
+        Grid,
+        Outcome,
+        Source,
+        append_outcome,
+        open_outcomes,
+    )
     from pycriticalkv.evaluation.summary import summarize, table  # noqa: PLC0415
     from pycriticalkv.evaluation.tasks import load_questions  # noqa: PLC0415
     from pycriticalkv.state import model_digest  # noqa: PLC0415
 
     _check_folders(args, "out", "plot")
-    if args.samples < 1:
-        raise ValueError(f"--samples {args.samples}: allowed is at least 1")
+    for name, least in (("samples", 1), ("passages", 0), ("forced", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name} {getattr(args, name)}: allowed is at least {least}")
     grid = Grid(
         tasks=tuple(args.tasks), n_tokens=tuple(args.tokens), settings=tuple(args.settings),
         seeds=tuple(range(args.first_seed, args.first_seed + args.samples)),
         policies=tuple(args.policies), budgets=tuple(args.budgets), window=args.window,
     )  # fmt: skip
     questions = load_questions(args.questions) if args.questions else []
+    passages = 0 if questions else args.passages
     if questions:
         grid = replace(grid, tasks=())
     text = _read(args.text, "--text") if args.text else None
-    with Evaluator(args.model, grid, **_llama_arguments(args)) as evaluator:
+    forced = args.forced if passages else 0
+    with Evaluator(args.model, grid, forced=forced, **_llama_arguments(args)) as evaluator:
         source = Source(
             model=args.model.name, model_digest=model_digest(str(args.model)).hex(), cache_type=args.type,
             window=args.window, text=_sha256(args.text), questions=_sha256(args.questions),
         )  # fmt: skip
-        outcomes = [outcome for outcome in open_outcomes(args.out, source) if grid.asks(outcome)]
+        records = open_outcomes(args.out, source, (Outcome, Continuation))
+        outcomes = [o for o in records if isinstance(o, Outcome) and grid.asks(o)]
+        followed = [
+            c for c in records if isinstance(c, Continuation) and c.passage < passages and c.forced == forced
+            and c.n_tokens in grid.n_tokens and c.arm in grid.arms
+        ]  # fmt: skip
         total = grid.size or len(questions) * len(grid.settings) * len(grid.arms)
-        bar = tqdm(total=total, initial=len(outcomes), unit="answer", disable=None)
+        total += passages * len(grid.n_tokens) * len(grid.arms)
+        bar = tqdm(total=total, initial=len(outcomes) + len(followed), unit="answer", disable=None)
+
+        def keep(record: Any, records: list[Any]) -> None:
+            append_outcome(args.out, record)
+            records.append(record)
+            bar.update()
+
+        for c in continuations(evaluator, passages, forced, done=followed, text=text):
+            keep(c, followed)
         missing = evaluator.ask(questions, done=outcomes) if questions else evaluator.run(done=outcomes, text=text)
         for outcome in missing:
-            append_outcome(args.out, outcome)
-            outcomes.append(outcome)
-            bar.update()
+            keep(outcome, outcomes)
         bar.close()
     print(table(summarize(outcomes)))
     overall = summarize(outcomes, by_task=False)
     print()
     print(table(overall))
+    cells = summarize_continuations(followed)
+    if cells:
+        print()
+        print(continuation_table(cells))
     if args.plot:
-        from pycriticalkv.evaluation.plots import plot_accuracy  # noqa: PLC0415
+        from pycriticalkv.evaluation.plots import plot_evaluation  # noqa: PLC0415
 
-        plot_accuracy(overall, args.plot, args.model.name)
+        plot_evaluation(overall, cells, args.plot, args.model.name)
+
+
+def _add_bench(commands: Any) -> None:
+    from pycriticalkv.policy import DEFAULT_PRESET, PRESETS  # noqa: PLC0415
+
+    parser = commands.add_parser(
+        "bench",
+        help="what does it save? speed and memory by length and budget",
+        description="Speed and memory beside the full cache, by length of the prompt and budget. All sides take turns "
+        "in one run; other programs on the machine spoil the figures.",
+    )
+    _model_arguments(parser)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096],
+                        help="prompt lengths (default: 1024 2048 4096)")  # fmt: skip
+    parser.add_argument("--budgets", type=budget, nargs="+", default=[512, 1024],
+                        help="entries per KV head (512) or shares (0.2, 20%%) (default: 512 1024)")  # fmt: skip
+    parser.add_argument("--policy", default=DEFAULT_PRESET, choices=PRESETS)
+    parser.add_argument("--turns", type=int, default=5, help="turns of every side (default: 5)")
+    parser.add_argument("--tokens-per-turn", type=int, default=24, help="tokens generated in a turn (default: 24)")
+    parser.add_argument("--text", type=Path, help="a text file to read, instead of public text")
+    parser.add_argument("--out", type=Path, help="also write what was measured as JSON lines")
+    parser.add_argument("--plot", type=Path, help="also draw speed and memory as a PNG")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from tqdm import tqdm  # noqa: PLC0415
+
+    from pycriticalkv.evaluation.speed import measure_speed, speed_rows, speed_table  # noqa: PLC0415
+
+    _check_folders(args, "out", "plot")
+    text = _read(args.text, "--text") if args.text else None
+    bar = tqdm(unit="side", disable=None)
+    measured = []
+    for speed in measure_speed(
+        args.model, args.tokens, args.budgets, policy=args.policy, turns=args.turns,
+        tokens_per_turn=args.tokens_per_turn, text=text, **_llama_arguments(args),
+    ):  # fmt: skip
+        measured.append(speed)
+        bar.update()
+    bar.close()
+    print(speed_table(speed_rows(measured)))
+    if args.out:
+        args.out.write_text("".join(json.dumps(asdict(speed)) + "\n" for speed in measured), encoding="utf-8")
+    if args.plot:
+        from pycriticalkv.evaluation.plots import plot_speed  # noqa: PLC0415
+
+        plot_speed(measured, args.plot, args.model.name)
 
 
 def _add_inspect(commands: Any) -> None:
@@ -179,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="pycriticalkv", description="Tools around pycriticalkv.Llama.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_eval(commands)
+    _add_bench(commands)
     _add_inspect(commands)
     args = parser.parse_args(arguments)
     try:

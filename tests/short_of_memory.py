@@ -1,6 +1,6 @@
 """What test_memory.py runs in a process of its own: growing and evicting with too little memory.
 
-    short_of_memory.py grow|evict MODEL OUT
+    short_of_memory.py grow|evict|recurrent MODEL OUT
 
 writes a pickled dictionary of what was seen to OUT.
 """
@@ -75,11 +75,42 @@ def evict_without_memory(llm: Llama) -> dict[str, Any]:
     return out
 
 
+def fail_in_a_recurrent_model(llm: Llama) -> dict[str, Any]:
+    """A decode fails after the recurrent state has moved on: the cache gives nothing until it is cleared."""
+    llm.eval(text(200))
+    allow(40 * MIB)
+    out: dict[str, Any] = {"errors": {}}
+    try:
+        prefill_only(llm, text(7000, seed=2))
+    except RuntimeError as e:
+        out["decode"] = str(e)
+    allow(None)
+    store = llm._kv_store
+    refused = {
+        "eval": lambda: llm.eval([5]),
+        "save_state": llm.save_state,
+        "scores": lambda: store.scores(store.layers()[0], 16),
+        "evict": lambda: store.evict(64),
+    }
+    for name, call in refused.items():
+        try:
+            call()
+        except RuntimeError as e:
+            out["errors"][name] = str(e)
+    llm.reset()
+    llm.eval(text(200, seed=3))
+    llm.save_state()
+    store.evict(64)
+    prefill_only(llm, [5])
+    out["kept"], out["logits"] = kept(llm), last_logits(llm)
+    return out
+
+
 def main() -> None:
     """Run as a program."""
     what, path, out = sys.argv[1:]
     llm = Llama(path, kv_budget=3000, n_ctx=8192, n_threads=1, n_threads_batch=1, verbose=False)
-    seen = {"grow": grow_too_far, "evict": evict_without_memory}[what](llm)
+    seen = {"grow": grow_too_far, "evict": evict_without_memory, "recurrent": fail_in_a_recurrent_model}[what](llm)
     Path(out).write_bytes(pickle.dumps(seen))
 
 

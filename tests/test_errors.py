@@ -76,6 +76,7 @@ def test_missing_and_corrupt_models(load, tmp_path, tiny):
     "arch,why",
     [
         ("mamba", "recurrent"), ("t5", "encoder-decoder"), ("deepseek2", "MLA"), ("bloom", "ALiBi"),
+        ("deci", "a cache without KV heads"),
     ],
 )  # fmt: skip
 def test_models_that_cannot_be_evicted(make_tiny, load, arch, why):

@@ -175,17 +175,32 @@ def test_eval_command(outcomes, tmp_path, capsys):
     out, picture = tmp_path / "eval.jsonl", tmp_path / "eval.png"
     command = [
         "eval", str(path), "--tasks", "facts", "--tokens", "400", "--samples", "2", "--budgets", "64", "50%",
-        "--policies", "snapkv", "--threads", "1", "--out", str(out), "--plot", str(picture),
+        "--policies", "snapkv", "--passages", "2", "--forced", "16", "--threads", "1", "--out", str(out),
+        "--plot", str(picture),
     ]  # fmt: skip
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
     assert "| facts | 400 | context-only | snapkv | 50% |" in printed
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     lines = out.read_text().splitlines()
-    assert len(lines) == 1 + 2 * 2 * 3
+    assert len(lines) == 1 + 2 * 3 + 2 * 2 * 3
+    assert "| 400 | snapkv | 64 | 64 | 2 x 16 |" in printed
     assert cli.main(command) == 0
     assert out.read_text().splitlines() == lines
     assert capsys.readouterr().out == printed
+
+
+def test_bench_command(outcomes, tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    pytest.importorskip("matplotlib")
+    out, picture = tmp_path / "bench.jsonl", tmp_path / "bench.png"
+    command = ["bench", str(outcomes[0]), "--tokens", "150", "300", "--budgets", "64", "50%", "--turns", "1",
+               "--tokens-per-turn", "2", "--threads", "1", "--out", str(out), "--plot", str(picture)]  # fmt: skip
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "| 300 | 64 |" in printed and "| 150 | full, flash attention o" in printed
+    assert len(out.read_text().splitlines()) == 2 * 4
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_inspect_command(outcomes, tmp_path, capsys):
@@ -202,6 +217,12 @@ def test_inspect_command(outcomes, tmp_path, capsys):
     [
         (["eval", "missing.gguf", "--samples", "1", "--tasks", "facts"], "missing.gguf"),
         (["eval", "MODEL", "--samples", "0"], "--samples 0"),
+        (["eval", "MODEL", "--passages", "-1"], "--passages -1"),
+        (["eval", "MODEL", "--forced", "0"], "--forced 0"),
+        (["bench", "missing.gguf"], "missing.gguf"),
+        (["bench", "MODEL", "--turns", "0"], "turns=0"),
+        (["bench", "MODEL", "--tokens", "9000"], "the model's context is 8192"),
+        (["bench", "MODEL", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png"),
         (["inspect", "MODEL", "@missing.txt"], "missing.txt"),
         (["inspect", "MODEL", ""], "empty"),
         (["eval", "MODEL", "--threads", "0"], "--threads 0"),

@@ -157,3 +157,17 @@ def test_evicting_without_memory_raises_and_changes_nothing(wide, load, tokens, 
     prefill_only(fresh, tokens(10, seed=3))
     assert got["kept"] == kept(fresh)
     assert np.array_equal(got["logits"], last_logits(fresh))
+
+
+def test_after_a_failed_decode_a_recurrent_model_gives_nothing_until_it_is_reset(make_tiny, load, tokens, tmp_path):
+    skip_with_sanitizers()
+    path = make_tiny(arch="lfm2", n_layer=4, n_head=8, n_head_kv=8, head_dim=256)
+    got = short_of_memory(path, "recurrent", tmp_path / "out")
+    assert "llama_decode" in got["decode"]
+    assert set(got["errors"]) == {"eval", "save_state", "scores", "evict"}
+    fresh = load(path, kv_budget=3000, n_ctx=8192, n_threads_batch=1)
+    fresh.eval(tokens(200, seed=3))
+    fresh._kv_store.evict(64)
+    prefill_only(fresh, [5])
+    assert got["kept"] == kept(fresh)
+    assert np.array_equal(got["logits"], last_logits(fresh))

@@ -1,8 +1,11 @@
-"""Random sequences of everything a cache can be asked to do, against a plain model of what it must hold.
+"""Random sequences of everything a cache can be asked to do.
 
-The model knows the tokens, the positions each KV head keeps, how far the cache can be cut back, and what every token
-could see when it was evaluated. At the end of a sequence the logits of one more token are compared with a float64
-forward pass in which exactly that was visible.
+For a llama, against a plain model of what the cache must hold: the tokens, the positions each KV head keeps, how far
+the cache can be cut back, and what every token could see when it was evaluated. At the end of a sequence the logits of
+one more token are compared with a float64 forward pass in which exactly that was visible.
+
+For models with sliding windows or recurrent layers, against another cache that is given only
+what must have an effect: what was evaluated since the last reset, and no loading, saving, growing or refused step.
 """
 
 from __future__ import annotations
@@ -323,3 +326,175 @@ def test_random_sequences(tmp_path_factory, policy):
     )  # fmt: skip
     case().runTest()
     llm.close()
+
+
+# ---- other families --------------------------------------------------------------------------------------------------
+
+OTHER_FAMILIES = ("gemma3", "gpt-oss", "lfm2", "granitehybrid")
+SLIDING = ("gemma3", "gpt-oss")
+Step = tuple[str, object]  # what was done, with which argument
+
+
+def perform(llm: Llama, step: Step) -> None:
+    """Do what must have an effect."""
+    what, argument = step
+    if what == "eval":
+        llm.eval(argument)
+    elif what == "generate":
+        generator = llm.generate(argument, temp=0.0)
+        next(generator)
+        generator.close()
+    elif what == "evict":
+        llm._kv_store.evict(argument)
+    elif what == "cut":
+        assert llm._ctx.kv_cache_seq_rm(-1, argument, -1)
+        llm.n_tokens = argument
+    else:
+        llm.load_state(argument)
+
+
+def contents(llm: Llama) -> tuple[int, list[int], list[list[list[int]]]]:
+    return llm.n_tokens, llm.input_ids[: llm.n_tokens].tolist(), kept(llm)
+
+
+class FamilyMachine(RuleBasedStateMachine):
+    """One model; `llm` does everything, `replay` what must have an effect."""
+
+    arch: str
+    llm: Llama
+    replay: Llama
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Step] = []
+        self.saved: list[tuple[object, list[Step], object]] = []
+        self.seed = 0
+
+    @initialize()
+    def start(self) -> None:
+        self.llm.reset()
+
+    def new_tokens(self, n: int) -> list[int]:
+        self.seed += 1
+        return np.random.default_rng(self.seed).integers(10, 440, n).tolist()
+
+    def do(self, what: str, argument: object) -> None:
+        self.steps.append((what, argument))
+        perform(self.llm, self.steps[-1])
+
+    def fits(self, n: int) -> bool:
+        return self.llm.n_tokens + n < N_CTX - 1
+
+    @rule(n=st.integers(2, 90))
+    def append(self, n: int) -> None:
+        if self.fits(n):
+            self.do("eval", self.new_tokens(n))
+
+    @rule(n=st.integers(1, 20))
+    def single_tokens(self, n: int) -> None:
+        if self.fits(n) and self.llm.n_tokens:
+            for token in self.new_tokens(n):
+                self.do("eval", [token])
+
+    @rule(n=st.integers(1, 70))
+    def go_on_with_a_prompt(self, n: int) -> None:
+        if self.fits(n):
+            self.do("generate", self.llm.input_ids[: self.llm.n_tokens].tolist() + self.new_tokens(n))
+
+    @rule(n=st.integers(1, 70), share=st.floats(0.0, 0.99))
+    def change_the_prompt(self, n: int, share: float) -> None:
+        common = int(share * self.llm.n_tokens)
+        if common + n < N_CTX - 1:
+            self.do("generate", self.llm.input_ids[:common].tolist() + self.new_tokens(n))
+
+    @rule(back=st.integers(1, 120))
+    def cut_back(self, back: int) -> None:
+        before, n = contents(self.llm), max(self.llm.n_tokens - back, 0)
+        if self.llm._ctx.kv_cache_seq_rm(-1, n, -1):
+            self.llm.n_tokens = n
+            self.steps = [] if n == 0 else [*self.steps, ("cut", n)]
+        else:
+            assert contents(self.llm) == before
+
+    @rule()
+    def reset(self) -> None:
+        self.llm.reset()
+        self.steps = []
+
+    @precondition(lambda self: self.steps)
+    @rule()
+    def save(self) -> None:
+        self.saved.append((self.llm.save_state(), list(self.steps), contents(self.llm)))
+
+    @precondition(lambda self: self.saved)
+    @rule(which=st.integers(0, 100))
+    def load(self, which: int) -> None:
+        state, steps, held = self.saved[which % len(self.saved)]
+        self.llm.load_state(state)
+        assert contents(self.llm) == held
+        # llama.cpp restores a sliding window to other slots, which rounds differently
+        self.steps = [("load", state)] if self.arch in SLIDING else list(steps)
+
+    @precondition(lambda self: self.saved)
+    @rule(where=st.floats(0.0, 0.999))
+    def load_a_damaged_state(self, where: float) -> None:
+        state = copy.copy(self.saved[-1][0])
+        blob = bytearray(state.llama_state)
+        blob[int(where * len(blob))] ^= 1
+        state.llama_state = bytes(blob)
+        with pytest.raises(StateError, match="cannot be loaded"):
+            self.llm.load_state(state)
+
+    @rule(budget=st.integers(WINDOW + SINKS + 1, 100))
+    def evict(self, budget: int) -> None:
+        stats = self.llm._kv_store.stats()
+        if stats.n_entries > budget and not stats.n_queries:
+            with pytest.raises(RuntimeError, match="queries of the last positions are not known"):
+                self.llm._kv_store.evict(budget)
+        else:
+            self.do("evict", budget)
+
+    @rule(n=st.integers(0, N_CTX))
+    def grow(self, n: int) -> None:
+        self.llm._kv_store.reserve(n)
+
+    @rule()
+    def append_too_much(self) -> None:
+        with pytest.raises(ValueError, match="exceed the context window"):
+            self.llm.eval(self.new_tokens(N_CTX + 1 - self.llm.n_tokens))
+
+    @invariant()
+    def the_counts_agree(self) -> None:
+        stats = self.llm._kv_store.stats()
+        assert self.llm.n_tokens == stats.n_tokens
+        assert all(len(head) == stats.n_entries for heads in kept(self.llm) for head in heads)
+        assert all(head == sorted(set(head)) for heads in kept(self.llm) for head in heads)
+        assert stats.bytes_entries <= stats.bytes_allocated <= stats.bytes_allocated_peak
+
+    def teardown(self) -> None:
+        if not self.steps:
+            return
+        self.do("eval", [7])
+        self.replay.reset()
+        for step in self.steps:
+            perform(self.replay, step)
+        assert contents(self.llm) == contents(self.replay)
+        assert np.array_equal(last_logits(self.llm), last_logits(self.replay))
+
+
+@pytest.mark.parametrize("arch", OTHER_FAMILIES)
+def test_random_sequences_of_other_families(make_tiny, arch):
+    path = make_tiny(arch=arch, n_layer=4, n_head=4, head_dim=64)
+    llm, replay = (
+        Llama(path, kv_budget=BUDGET, kv_policy=POLICIES["critical-max"], n_ctx=N_CTX, verbose=False,
+              n_threads=1, n_threads_batch=1)
+        for _ in range(2)
+    )  # fmt: skip
+    case = type("Machine", (FamilyMachine,), {"arch": arch, "llm": llm, "replay": replay}).TestCase
+    case.settings = settings(
+        max_examples=40, stateful_step_count=15, deadline=None, derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    case().runTest()
+    llm.close()
+    replay.close()

@@ -28,6 +28,9 @@ from pycriticalkv.policy import LEAST_SHARE, PRESETS, KVPolicy, resolve_policy
 SETTINGS = ("query-aware", "context-only")
 FULL = "full"  # the arm that keeps everything
 UNUSED_BUDGET = 2**30  # of a model that is evicted by hand
+# The cache and the last logits after the first parts of one prompt, by window and number of parts.
+States = dict[tuple[int, int], tuple[llama_cpp.LlamaState, npt.NDArray[np.single]]]
+
 SPARE = 64  # positions beyond prompt and answer
 OWN_ANSWER_TOKENS = 64  # of an answer to a user's own question
 TEMPLATE_TOKENS = 48  # what a chat template may add to a sample
@@ -140,13 +143,14 @@ class Evaluator:
     Args:
         model_path: A GGUF file.
         grid: What to evaluate.
+        forced: Tokens that will follow a passage (``continuation.continuations``).
         **arguments: More arguments of ``Llama`` (n_threads, type_k, ...).
     """
 
-    def __init__(self, model_path: str | Path, grid: Grid, **arguments: Any) -> None:
+    def __init__(self, model_path: str | Path, grid: Grid, *, forced: int = 0, **arguments: Any) -> None:
         given = {"verbose": False, **arguments}
         if grid.tasks:  # a user's own questions may take the model's whole context
-            longest = max(TASKS[task].max_answer_tokens for task in grid.tasks)
+            longest = max(forced, *(TASKS[task].max_answer_tokens for task in grid.tasks))
             given.setdefault("n_ctx", max(grid.n_tokens) + TEMPLATE_TOKENS + longest + SPARE)
         self.grid = grid
         self._models: dict[str, Llama] = {}
@@ -188,41 +192,41 @@ class Evaluator:
         for n_tokens in self.grid.n_tokens:
             for task in self.grid.tasks:
                 for seed in self.grid.seeds:
+                    states: States = {}
                     for setting in self.grid.settings:
                         arms = self._missing(task, seed, n_tokens, setting, known)
                         if arms:
                             sample = self.sample(task, n_tokens, seed, text)
-                            yield from self.evaluate(sample, setting, arms, n_tokens)
+                            yield from self.evaluate(sample, setting, arms, n_tokens, states)
 
     def ask(self, questions: Sequence[Sample], *, done: Sequence[Outcome] = ()) -> Iterator[Outcome]:
         """Evaluate a user's own questions (``tasks.load_questions``); their length stands as 0 tokens asked for."""
         known = {outcome.key for outcome in done}
         for sample in questions:
+            states: States = {}
             for setting in self.grid.settings:
                 arms = self._missing(sample.task, sample.seed, 0, setting, known)
                 if arms:
-                    yield from self.evaluate(sample, setting, arms, 0)
+                    yield from self.evaluate(sample, setting, arms, 0, states)
 
     def _missing(self, task: str, seed: int, n_tokens: int, setting: str, known: set[tuple[Any, ...]]) -> list[Arm]:
         return [arm for arm in self.grid.arms if (task, seed, n_tokens, setting, arm.policy, arm.budget) not in known]
 
-    def evaluate(self, sample: Sample, setting: str, arms: Sequence[Arm], n_tokens: int) -> Iterator[Outcome]:
-        """Outcomes of all arms for one sample, from one prefill per window."""
-        states: dict[int, tuple[llama_cpp.LlamaState, npt.NDArray[np.single]]] = {}
+    def evaluate(
+        self, sample: Sample, setting: str, arms: Sequence[Arm], n_tokens: int, states: States | None = None
+    ) -> Iterator[Outcome]:
+        """Outcomes of all arms for one sample, from one prefill per window.
+
+        `states` holds what has been read of this sample before, and is added to.
+        """
+        states = {} if states is None else states
         prompt = prompts.build(self._reader, sample.context, sample.question)
-        evicted = prompt.tokens if setting == "query-aware" else prompt.context
+        # context and question are read one after the other in both settings, so that they share the context's cache
+        parts = [prompt.context, prompt.question] if setting == "query-aware" else [prompt.context]
         rest = [] if setting == "query-aware" else prompt.question
         limit = OWN_ANSWER_TOKENS if sample.task == OWN_TASK else TASKS[sample.task].max_answer_tokens
         for arm in arms:
-            llm = self._reader if arm.policy == FULL else self._models[arm.policy]
-            policy = llm._kv_policy
-            if policy.window not in states:
-                states[policy.window] = _prefill(llm, evicted)
-            state, logits = states[policy.window]
-            llm.load_state(state)
-            entries = min(arm.entries(len(evicted), policy), len(evicted))
-            if arm.policy != FULL:
-                llm._kv_store.evict(max(entries, policy.least_budget))
+            llm, entries, logits = self.evicted(arm, parts, states)
             if rest:
                 llm.eval(rest)
                 logits = last_logits(llm)
@@ -232,11 +236,31 @@ class Evaluator:
                 len(prompt.tokens), entries, score(sample, output), output,
             )  # fmt: skip
 
+    def evicted(
+        self, arm: Arm, parts: Sequence[list[int]], states: States
+    ) -> tuple[Llama, int, npt.NDArray[np.single]]:
+        """The model with a prompt evicted as the arm says, its entries per KV head, and the last token's logits.
+
+        The parts of the prompt are read one after the other, or taken from `states`.
+        """
+        llm = self._reader if arm.policy == FULL else self._models[arm.policy]
+        state, logits = _read(llm, parts, states)
+        llm.load_state(state)
+        n = sum(len(part) for part in parts)
+        entries = min(arm.entries(n, llm._kv_policy), n)
+        if arm.policy != FULL:
+            llm._kv_store.evict(max(entries, llm._kv_policy.least_budget))
+        return llm, entries, logits
+
+    def tokenize(self, text: str) -> list[int]:
+        """Tokens of a text, with the model's first token."""
+        return list(self._reader.tokenize(text.encode()))
+
 
 def _check_context(llm: Llama, grid: Grid) -> None:
     longest = llm._model.n_ctx_train()
     if grid.tasks and llm.n_ctx() > longest + TEMPLATE_TOKENS + SPARE + 256:
-        raise ValueError(f"n_tokens={max(grid.n_tokens)}: the model's context is {longest}")
+        raise ValueError(f"n_tokens={max(grid.n_tokens)}, with room for answers: the model's context is {longest}")
 
 
 def last_logits(llm: Llama) -> npt.NDArray[np.single]:
@@ -245,10 +269,19 @@ def last_logits(llm: Llama) -> npt.NDArray[np.single]:
     return np.array(np.ctypeslib.as_array(row, shape=(llm.n_vocab(),)))
 
 
-def _prefill(llm: Llama, tokens: list[int]) -> tuple[llama_cpp.LlamaState, npt.NDArray[np.single]]:
-    llm.reset()
-    llm.eval(tokens)
-    return llm.save_state(), last_logits(llm)
+def _read(
+    llm: Llama, parts: Sequence[list[int]], states: States
+) -> tuple[llama_cpp.LlamaState, npt.NDArray[np.single]]:
+    """The cache after all parts, nothing evicted, and the last token's logits."""
+    key = llm._kv_policy.window, len(parts)
+    if key not in states:
+        if len(parts) == 1:
+            llm.reset()
+        else:
+            llm.load_state(_read(llm, parts[:-1], states)[0])
+        llm.eval(parts[-1])
+        states[key] = llm.save_state(), last_logits(llm)
+    return states[key]
 
 
 def _answer(llm: Llama, logits: npt.NDArray[np.single], limit: int) -> str:
@@ -280,8 +313,8 @@ class Source:
     format: int = 1
 
 
-def open_outcomes(path: Path, source: Source) -> list[Outcome]:
-    """Outcomes that a file holds already; a file that is not there is begun.
+def open_outcomes(path: Path, source: Source, kinds: Sequence[type[Any]] = (Outcome,)) -> list[Any]:
+    """Outcomes, or records of other `kinds`, that a file holds already; a file that is not there is begun.
 
     A last line that was cut off, because the program was stopped while it wrote, is removed.
 
@@ -300,13 +333,16 @@ def open_outcomes(path: Path, source: Source) -> list[Outcome]:
     for name, value in asdict(source).items():
         if records[0][name] != value:
             raise ValueError(f"{path}: its {name} is {records[0][name]!r}, here it is {value!r}; give another file")
-    names = {field.name for field in fields(Outcome)}
+    by_names = {frozenset(field.name for field in fields(kind)): kind for kind in kinds}
+    outcomes = []
     for number, record in enumerate(records[1:], start=2):
-        if set(record) != names:
-            raise ValueError(f"{path}, line {number}: not an outcome; needed are the fields {', '.join(sorted(names))}")
+        if frozenset(record) not in by_names:
+            wanted = " or ".join(", ".join(sorted(names)) for names in by_names)
+            raise ValueError(f"{path}, line {number}: not an outcome; needed are the fields {wanted}")
+        outcomes.append(by_names[frozenset(record)](**record))
     if whole != data:
         path.write_bytes(whole)
-    return [Outcome(**record) for record in records[1:]]
+    return outcomes
 
 
 def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
@@ -319,7 +355,7 @@ def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
     return record
 
 
-def append_outcome(path: Path, outcome: Outcome) -> None:
+def append_outcome(path: Path, outcome: Any) -> None:
     """One JSON line more."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")

@@ -104,8 +104,8 @@ def table(cells: Sequence[Cell]) -> str:
     return "\n".join(rows)
 
 
-def to_pandas(records: Sequence[Outcome] | Sequence[Cell]) -> Any:
-    """A pandas DataFrame of outcomes or cells.
+def to_pandas(records: Sequence[Any]) -> Any:
+    """A pandas DataFrame of outcomes, cells, or whatever else was measured: a row each.
 
     Raises:
         ImportError: pandas is not installed.

@@ -127,6 +127,11 @@ def _own_prose(text: str) -> tuple[str, ...]:
     return _sentences(re.split(r"\n\s*\n", text))
 
 
+def prose(text: str | None) -> tuple[str, ...]:
+    """Sentences of a text, or of public text when there is none."""
+    return _public_prose() if text is None else _own_prose(text)
+
+
 @dataclass(frozen=True)
 class _Haystack:
     """Whole sentences, and the beginning of one more."""
@@ -404,7 +409,7 @@ def make_sample(
     if spec.haystack == "filler":
         pieces = FILLER
     elif spec.haystack == "prose":
-        pieces = _public_prose() if text is None else _own_prose(text)
+        pieces = prose(text)
     draft = _fit(spec, int(n_tokens), int(seed), count_tokens, pieces)
     return Sample(task, int(seed), draft.context, draft.question, draft.answers, draft.claimed)
 
