@@ -407,7 +407,7 @@ class FamilyMachine(RuleBasedStateMachine):
         if common + n < N_CTX - 1:
             self.do("generate", self.llm.input_ids[:common].tolist() + self.new_tokens(n))
 
-    @rule(back=st.integers(1, 120))
+    @rule(back=st.integers(1, 12) | st.integers(1, 120))
     def cut_back(self, back: int) -> None:
         before, n = contents(self.llm), max(self.llm.n_tokens - back, 0)
         if self.llm._ctx.kv_cache_seq_rm(-1, n, -1):
@@ -492,7 +492,7 @@ def test_random_sequences_of_other_families(make_tiny, arch):
     )  # fmt: skip
     case = type("Machine", (FamilyMachine,), {"arch": arch, "llm": llm, "replay": replay}).TestCase
     case.settings = settings(
-        max_examples=40, stateful_step_count=15, deadline=None, derandomize=True,
+        max_examples=150, stateful_step_count=25, deadline=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     case().runTest()
