@@ -8,10 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+DEFAULT_PASSAGES = 4
+DEFAULT_LENGTHS = (1024, 2048, 4096)
 CACHE_TYPES = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 
 
@@ -86,8 +88,8 @@ def _add_eval(commands: Any) -> None:
         metavar="FILE",
         help="your own instead: JSON lines of context (or context_file), question, answers",
     )
-    parser.add_argument("--passages", type=int, default=4,
-                        help="passages to measure perplexity and KL divergence after (default: 4)")  # fmt: skip
+    parser.add_argument("--passages", type=int,
+                        help="passages to measure perplexity and KL after (default: 4, or what fits)")  # fmt: skip
     parser.add_argument("--forced", type=int, default=256, help="tokens that follow each passage (default: 256)")
     parser.add_argument("--out", type=Path, default=Path("eval.jsonl"), help="JSON lines (default: eval.jsonl)")
     parser.add_argument("--plot", type=Path, help="also draw accuracy and KL divergence over budget as a PNG")
@@ -101,6 +103,7 @@ def _eval(args: argparse.Namespace) -> None:
         Continuation,
         continuation_table,
         continuations,
+        passages_that_fit,
         summarize_continuations,
     )
     from pycriticalkv.evaluation.runner import (  # noqa: PLC0415
@@ -116,8 +119,8 @@ def _eval(args: argparse.Namespace) -> None:
     from pycriticalkv.state import model_digest  # noqa: PLC0415
 
     _check_folders(args, "out", "plot")
-    for name, least in (("samples", 1), ("passages", 0), ("forced", 1)):
-        if getattr(args, name) < least:
+    for name, least in (("samples", 1), ("passages", 0), ("forced", 2)):
+        if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}: allowed is at least {least}")
     grid = Grid(
         tasks=tuple(args.tasks), n_tokens=tuple(args.tokens), settings=tuple(args.settings),
@@ -125,12 +128,16 @@ def _eval(args: argparse.Namespace) -> None:
         policies=tuple(args.policies), budgets=tuple(args.budgets), window=args.window,
     )  # fmt: skip
     questions = load_questions(args.questions) if args.questions else []
-    passages = 0 if questions else args.passages
     if questions:
         grid = replace(grid, tasks=())
     text = _read(args.text, "--text") if args.text else None
-    forced = args.forced if passages else 0
+    forced = args.forced
     with Evaluator(args.model, grid, forced=forced, **_llama_arguments(args)) as evaluator:
+        passages = 0 if questions else args.passages
+        if passages is None:
+            passages = passages_that_fit(evaluator, forced, most=DEFAULT_PASSAGES, text=text)
+            if passages < DEFAULT_PASSAGES:
+                print(f"{passages} passages of {max(args.tokens)} + {forced} tokens fit", file=sys.stderr)
         source = Source(
             model=args.model.name, model_digest=model_digest(str(args.model)).hex(), cache_type=args.type,
             window=args.window, text=_sha256(args.text), questions=_sha256(args.questions),
@@ -180,8 +187,7 @@ def _add_bench(commands: Any) -> None:
         "in one run; other programs on the machine spoil the figures.",
     )
     _model_arguments(parser)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096],
-                        help="prompt lengths (default: 1024 2048 4096)")  # fmt: skip
+    parser.add_argument("--tokens", type=int, nargs="+", help="prompt lengths (default: of 1024 2048 4096 what fits)")
     parser.add_argument("--budgets", type=budget, nargs="+", default=[512, 1024],
                         help="entries per KV head (512) or shares (0.2, 20%%) (default: 512 1024)")  # fmt: skip
     parser.add_argument("--policy", default=DEFAULT_PRESET, choices=PRESETS)
@@ -196,22 +202,26 @@ def _add_bench(commands: Any) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from tqdm import tqdm  # noqa: PLC0415
 
+    from pycriticalkv.evaluation.runner import append_outcome  # noqa: PLC0415
     from pycriticalkv.evaluation.speed import measure_speed, speed_rows, speed_table  # noqa: PLC0415
 
     _check_folders(args, "out", "plot")
     text = _read(args.text, "--text") if args.text else None
     bar = tqdm(unit="side", disable=None)
     measured = []
+    if args.out:
+        args.out.write_text("", encoding="utf-8")
     for speed in measure_speed(
-        args.model, args.tokens, args.budgets, policy=args.policy, turns=args.turns,
+        args.model, args.tokens or DEFAULT_LENGTHS, args.budgets, skip_longer=not args.tokens, policy=args.policy,
+        turns=args.turns,
         tokens_per_turn=args.tokens_per_turn, text=text, **_llama_arguments(args),
     ):  # fmt: skip
         measured.append(speed)
+        if args.out:
+            append_outcome(args.out, speed)
         bar.update()
     bar.close()
     print(speed_table(speed_rows(measured)))
-    if args.out:
-        args.out.write_text("".join(json.dumps(asdict(speed)) + "\n" for speed in measured), encoding="utf-8")
     if args.plot:
         from pycriticalkv.evaluation.plots import plot_speed  # noqa: PLC0415
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pycriticalkv.evaluation import Evaluator, Grid, continuations, summarize_continuations
-from pycriticalkv.evaluation.continuation import Continuation, divergence, likelihoods
+from pycriticalkv.evaluation.continuation import Continuation, divergence, likelihoods, passages_that_fit
 from pycriticalkv.evaluation.runner import FULL
 from pycriticalkv.evaluation.tasks import prose
 
@@ -23,7 +23,13 @@ def measured(tmp_path_factory):
     with Evaluator(path, GRID, forced=40, n_threads=1, n_threads_batch=1) as evaluator:
         first = list(continuations(evaluator, 2, 40))
         again = list(continuations(evaluator, 2, 40, done=first[1:]))
-        with pytest.raises(ValueError, match=r"passage 2 of 340 tokens: the text has \d+ tokens, 1020 are needed"):
+        for forced, why in ((1, "forced=1"), (9000, "n_tokens=300, forced=9000: the context is")):
+            with pytest.raises(ValueError, match=why):
+                list(continuations(evaluator, 1, forced))
+        assert passages_that_fit(evaluator, 40, most=4) == 4
+        assert passages_that_fit(evaluator, 40, most=4, text="The keeper lit the lamp. " * 40) == 1
+        assert passages_that_fit(evaluator, 9000, most=4) == 0
+        with pytest.raises(ValueError, match=r"n_tokens=300 and forced=40: the text has \d+ tokens, 1020 are needed"):
             list(continuations(evaluator, 3, 40, done=first, text="The keeper lit the lamp. " * 40))
     return str(path), first, again
 
@@ -61,7 +67,8 @@ def test_perplexity_is_that_of_the_plain_model(measured, load):
     llm = load(path, n_ctx=512, flash_attn=True, logits_all=True)
     for c in first:
         if c.policy == FULL:
-            tokens = llm.tokenize("".join(prose(None)).encode())[c.passage * 340 :][:340]
+            text = llm.tokenize("".join(prose(None)).encode(), add_bos=False)
+            tokens = [llm.token_bos(), *text[c.passage * 340 :][:339]]
             llm.reset()
             llm.eval(tokens)
             logits = llm.scores[299:339].astype(np.float64)
@@ -76,5 +83,10 @@ def test_summary():
 
     (cell,) = summarize_continuations([one(0, 0.25, 1.0), one(1, 0.75, 2.0)])
     assert (cell.n, cell.kl, cell.forced) == (2, 0.5, 40)
-    assert cell.kl_low <= 0.5 <= cell.kl_high and cell.same_first == pytest.approx(0.55)
+    # Student's t with one degree of freedom, standard error 0.25; not below zero
+    assert (
+        cell.kl_low == 0
+        and cell.kl_high == pytest.approx(0.5 + 12.706 * 0.25)
+        and cell.same_first == pytest.approx(0.55)
+    )
     assert cell.perplexity == pytest.approx(math.exp(1.5))

@@ -12,10 +12,10 @@ THREADS = {"n_threads": 1, "n_threads_batch": 1}
 
 def test_every_side_at_every_length(tiny):
     measured = list(measure_speed(tiny, [200, 600], [64, 0.5], turns=2, tokens_per_turn=3, **THREADS))
+    sides = [(64, True), (0.5, True), (None, True), (None, False)]
     assert [(s.n_tokens, s.budget, s.flash_attn) for s in measured] == [
-        (n, budget, flash_attn)
-        for n in (200, 600)
-        for budget, flash_attn in ((64, True), (0.5, True), (None, True), (None, False))
+        *((200, *side) for side in sides),
+        *((600, *side) for side in sides[::-1]),
     ]
     for s in measured:
         assert len(s.decode_seconds) == 2 and all(seconds > 0 for seconds in s.decode_seconds)
@@ -26,6 +26,11 @@ def test_every_side_at_every_length(tiny):
     assert by_side[600, None] == 600 * per_token
     assert by_side[600, 64] == 128 * per_token  # budget and slack, padded
     assert 300 * per_token <= by_side[600, 0.5] <= 400 * per_token
+
+
+def test_lengths_that_do_not_fit_can_be_left_out(tiny):
+    measured = list(measure_speed(tiny, [100, 9000], [64], turns=1, tokens_per_turn=1, skip_longer=True, **THREADS))
+    assert {s.n_tokens for s in measured} == {100}
 
 
 def test_quantized_values_need_flash_attention(tiny):
@@ -53,8 +58,10 @@ def test_rows_compare_with_the_faster_full_cache():
         ({"n_tokens": [True]}, "n_tokens=True"),
         ({"turns": 0}, "turns=0"),
         ({"tokens_per_turn": -1}, "tokens_per_turn=-1"),
-        ({"n_tokens": []}, "at least one"),
+        ({"n_tokens": []}, "n_tokens"),
         ({"budgets": []}, "at least one"),
+        ({"n_tokens": [100, 100]}, "each once"),
+        ({"budgets": [64, 64]}, "each once"),
         ({"budgets": [1]}, "kv_budget=1"),
         ({"n_tokens": [9000]}, "the model's context is 8192"),
         ({"text": ""}, "no tokens"),

@@ -25,7 +25,8 @@ struct kv_rows {
     int64_t bytes() const { return buf ? (int64_t) ggml_backend_buffer_get_size(buf.get()) : 0; }
 };
 
-// Zeroed rows for one layer; zeroed, because attention multiplies the rows of empty slots by 0.
+// Zeroed rows for one layer; zeroed, because attention multiplies the rows of empty slots by 0, and what the memory held
+// before may be NaN. (Entries that were there once and are no longer may stay: they are finite.)
 // Throws error(CRITICALKV_ERR_MEMORY) with the number of bytes asked for.
 kv_rows allocate_rows(const layer & l, int64_t capacity);
 

@@ -14,8 +14,8 @@ struct unpacked_wo {
     bool                    turned = false;
 };
 
-// What the norms of one layer need: the layer's Gram matrices, filled when they are not there or adapters are loaded, or for L1 the unpacked W_O,
-// which lives as long as the result.
+// What the norms of one layer need: the layer's Gram matrices, filled when they are not there or adapters are loaded, or
+// for L1 the unpacked W_O, which lives as long as the result.
 unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l,
                           const std::vector<lora_part> & loras);
 

@@ -43,7 +43,8 @@ static ggml_tensor * add_shifted(ggml_context * ctx, ggml_tensor * a, ggml_tenso
     const size_t  from = std::max<int64_t>(0, -shift) * sizeof(float);
     const size_t  to   = std::max<int64_t>(0, shift) * sizeof(float);
     ggml_tensor * part = ggml_view_2d(ctx, x, n, x->ne[1], x->nb[1], from);
-    return ggml_acc_inplace(ctx, a, part, a->nb[1], a->nb[2], a->nb[3], to);
+    // CUDA adds contiguous tensors only
+    return ggml_acc_inplace(ctx, a, ggml_cont(ctx, part), a->nb[1], a->nb[2], a->nb[3], to);
 }
 
 // Average pool along dim 0 with stride 1 and zero padding that counts in the divisor. (The padding of ggml's own 1d pool
@@ -107,8 +108,10 @@ static ggml_tensor * aggregate_attention(graph & gr, const criticalkv_params & p
 static head_block next_block(const criticalkv_layer_info & info, const observation & o, int32_t kv_head, int64_t done) {
     const int64_t g    = info.n_head / info.n_head_kv;
     const int64_t rows = std::min(MAX_ROWS, MAX_ELEMENTS / o.n);
-    if (done == 0 && rows / (o.m * g) > 1) {
-        return { kv_head, std::min<int64_t>(rows / (o.m * g), info.n_head_kv - kv_head), kv_head * g, g };
+    // the second bound is for the keys of a quantized cache, which the graph dequantizes
+    const int64_t heads = std::min(rows / (o.m * g), MAX_ELEMENTS / (o.n * info.n_embd_k));
+    if (done == 0 && heads > 1) {
+        return { kv_head, std::min<int64_t>(heads, info.n_head_kv - kv_head), kv_head * g, g };
     }
     return { kv_head, 1, kv_head * g + done, std::min(std::max<int64_t>(1, MAX_ROWS / o.m), g - done) };
 }

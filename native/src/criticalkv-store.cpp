@@ -317,6 +317,7 @@ bool store::run_request(llama_context & lctx) {
     failure.clear();
     failure_status = CRITICALKV_OK;
     try {
+        lctx.synchronize();  // a decode may still read what moves
         check_layers();
         check_cells();
         if (what.what == request::EVICT) {

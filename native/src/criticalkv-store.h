@@ -1,9 +1,9 @@
 // The store: what a KV cache with a budget remembers beside its K and V, and the steps of an eviction.
 //
 // One store belongs to one llama_kv_cache (one sequence, one stream). It saves the last queries of every layer while the
-// model runs (capture), scores entries with them (score), lets the pure selection choose, and moves the kept rows to
-// new, smaller memory (compaction). The patches in native/patches call the functions under "hooks"; the C API calls
-// the rest.
+// model runs (capture), scores entries with them (score), lets the pure selection choose, and moves the kept rows together,
+// to smaller memory where that helps (compaction). The patches in native/patches call the functions under "hooks"; the C
+// API calls the rest.
 #pragma once
 
 #include "criticalkv-memory.h"

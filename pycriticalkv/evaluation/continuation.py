@@ -16,10 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pycriticalkv.evaluation.runner import FULL, Arm, Evaluator, States
-from pycriticalkv.evaluation.summary import budget_name, interval
+from pycriticalkv.evaluation.summary import budget_name
 from pycriticalkv.evaluation.tasks import prose
 from pycriticalkv.llama import Llama
 
+# 97.5 % quantiles of Student's t distribution with 1, 2, ... 10 degrees of freedom; the last is used for more
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 CHUNK = 64  # rows at a time: a vocabulary of 150,000 in float64 is large
 
 
@@ -33,8 +35,8 @@ class Continuation:
     policy: str
     budget: int | float | None
     entries: int  # per KV head after the eviction
-    kl: float  # KL(full || this arm), mean over the forced tokens, nats
-    same_first: float  # share of tokens before which the most likely token is that of the full cache
+    kl: float  # KL(full || this arm), mean over the forced tokens but the first, nats
+    same_first: float  # share of these tokens before which the most likely token is that of the full cache
     nll: float  # mean negative log-likelihood of the forced tokens, nats
 
     @property
@@ -50,7 +52,10 @@ class Continuation:
 
 @dataclass(frozen=True)
 class ContinuationCell:
-    """One arm over all passages of a length; the interval is a 95 % bootstrap interval over passages."""
+    """One arm over all passages of a length.
+
+    The interval is Student's 95 % interval over passages: they are too few for a bootstrap. NaN for a single passage.
+    """
 
     n_tokens: int
     policy: str
@@ -104,16 +109,25 @@ def likelihoods(logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> npt.N
     return np.concatenate(rows)
 
 
-def _passage(evaluator: Evaluator, passage: int, n: int, text: str | None) -> list[int]:
-    """n tokens; passages follow each other in the text and do not overlap."""
-    tokens = evaluator.tokenize("".join(prose(text)))
-    first = passage * n
-    if first + n > len(tokens):
-        raise ValueError(
-            f"passage {passage} of {n} tokens: the text has {len(tokens)} tokens, {(passage + 1) * n} are needed; give "
-            "a longer text, or ask for fewer passages or shorter ones"
-        )
-    return tokens[first : first + n]
+def passages_that_fit(evaluator: Evaluator, forced: int, *, most: int, text: str | None = None) -> int:
+    """How many passages of the longest length, with what follows, the text has, if the model can hold them."""
+    n = max(evaluator.grid.n_tokens) + forced
+    if n > evaluator.context:
+        return 0
+    return min(most, len(evaluator.tokenize("".join(prose(text)))) // n)
+
+
+def _check(evaluator: Evaluator, passages: int, forced: int, tokens: Sequence[int]) -> None:
+    if forced < 2:
+        raise ValueError(f"forced={forced!r}: allowed is at least 2")
+    for n_tokens in evaluator.grid.n_tokens:
+        if n_tokens + forced > evaluator.context:
+            raise ValueError(f"n_tokens={n_tokens}, forced={forced}: the context is {evaluator.context} tokens")
+        if passages * (n_tokens + forced) > len(tokens):
+            raise ValueError(
+                f"passages={passages} of n_tokens={n_tokens} and forced={forced}: the text has {len(tokens)} tokens, "
+                f"{passages * (n_tokens + forced)} are needed; give a longer text, or ask for fewer or shorter passages"
+            )
 
 
 def continuations(
@@ -126,16 +140,23 @@ def continuations(
 ) -> Iterator[Continuation]:
     """Measure every passage at every length of the evaluator's grid by all its arms, but for those done.
 
+    Passages follow each other in the text and do not overlap; each begins with the model's first token, if it has one.
+
     Raises:
-        ValueError: The text is too short, or passage and forced tokens do not fit the model's context.
+        ValueError: The text is too short, or passage and forced tokens do not fit the context; nothing is measured.
     """
+    if passages == 0:
+        return
     known = {c.key for c in done}
+    tokens = evaluator.tokenize("".join(prose(text)))
+    _check(evaluator, passages, forced, tokens)
     for n_tokens in evaluator.grid.n_tokens:
         for passage in range(passages):
             arms = [a for a in evaluator.grid.arms if (passage, n_tokens, forced, a.policy, a.budget) not in known]
+            n = n_tokens + forced
             if arms:
-                tokens = _passage(evaluator, passage, n_tokens + forced, text)
-                yield from _measure(evaluator, passage, tokens, n_tokens, arms)
+                read = (evaluator.first_tokens + tokens[passage * n : (passage + 1) * n])[:n]
+                yield from _measure(evaluator, passage, read, n_tokens, arms)
 
 
 def _measure(
@@ -146,16 +167,29 @@ def _measure(
     full = None
     for arm in [Arm(FULL, None), *(arm for arm in arms if arm.policy != FULL)]:
         llm, entries, last = evaluator.evicted(arm, [prompt], states)
-        # the first row foretells forced[0]
-        logits = np.concatenate([last[None], decode(llm, forced)[:-1]])
+        logits = decode(llm, forced)[:-1]  # what foretells forced[1:]; forced[0] was foretold before the eviction
         full = logits if full is None else full
         if arm in arms:
             yield Continuation(
-                passage, n_tokens, len(forced), arm.policy, arm.budget, entries,
+                passage,
+                n_tokens,
+                len(forced),
+                arm.policy,
+                arm.budget,
+                entries,
                 float(divergence(full, logits).mean()),
                 float(np.mean(full.argmax(axis=1) == logits.argmax(axis=1))),
-                -float(likelihoods(logits, forced).mean()),
-            )  # fmt: skip
+                -float(likelihoods(np.concatenate([last[None], logits]), forced).mean()),
+            )
+
+
+def t_interval(values: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Student's 95 % interval of the mean of values that are not negative; NaN for less than two."""
+    n = len(values)
+    if n < 2:
+        return math.nan, math.nan
+    half = T_975[min(n - 2, len(T_975) - 1)] * float(values.std(ddof=1)) / n**0.5
+    return max(0.0, float(values.mean()) - half), float(values.mean()) + half
 
 
 def summarize_continuations(measured: Sequence[Continuation]) -> list[ContinuationCell]:
@@ -167,7 +201,7 @@ def summarize_continuations(measured: Sequence[Continuation]) -> list[Continuati
     for members in groups.values():
         first = members[0]
         kl = np.array([c.kl for c in members])
-        low, high = interval(kl)
+        low, high = t_interval(kl)
         cells.append(
             ContinuationCell(
                 first.n_tokens,

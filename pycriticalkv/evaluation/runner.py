@@ -150,8 +150,8 @@ class Evaluator:
     def __init__(self, model_path: str | Path, grid: Grid, *, forced: int = 0, **arguments: Any) -> None:
         given = {"verbose": False, **arguments}
         if grid.tasks:  # a user's own questions may take the model's whole context
-            longest = max(forced, *(TASKS[task].max_answer_tokens for task in grid.tasks))
-            given.setdefault("n_ctx", max(grid.n_tokens) + TEMPLATE_TOKENS + longest + SPARE)
+            longest = max(TASKS[task].max_answer_tokens for task in grid.tasks)
+            given.setdefault("n_ctx", max(grid.n_tokens) + max(TEMPLATE_TOKENS + longest + SPARE, forced))
         self.grid = grid
         self._models: dict[str, Llama] = {}
         try:
@@ -253,14 +253,24 @@ class Evaluator:
         return llm, entries, logits
 
     def tokenize(self, text: str) -> list[int]:
-        """Tokens of a text, with the model's first token."""
-        return list(self._reader.tokenize(text.encode()))
+        """Tokens of a text alone."""
+        return list(self._reader.tokenize(text.encode(), add_bos=False, special=False))
+
+    @property
+    def first_tokens(self) -> list[int]:
+        """What the model wants in front of every text."""
+        return list(self._reader.tokenize(b"", add_bos=True))
+
+    @property
+    def context(self) -> int:
+        """Positions that the model was trained for and that the evaluator has room for."""
+        return int(min(self._reader.n_ctx(), self._reader._model.n_ctx_train()))
 
 
 def _check_context(llm: Llama, grid: Grid) -> None:
     longest = llm._model.n_ctx_train()
-    if grid.tasks and llm.n_ctx() > longest + TEMPLATE_TOKENS + SPARE + 256:
-        raise ValueError(f"n_tokens={max(grid.n_tokens)}, with room for answers: the model's context is {longest}")
+    if grid.tasks and max(grid.n_tokens) > longest:
+        raise ValueError(f"n_tokens={max(grid.n_tokens)}: the model's context is {longest}")
 
 
 def last_logits(llm: Llama) -> npt.NDArray[np.single]:
@@ -310,7 +320,7 @@ class Source:
     window: int | None
     text: str | None  # sha256 of the haystack, None: public text
     questions: str | None  # sha256 of the file, None: the tasks
-    format: int = 1
+    format: int = 2
 
 
 def open_outcomes(path: Path, source: Source, kinds: Sequence[type[Any]] = (Outcome,)) -> list[Any]:

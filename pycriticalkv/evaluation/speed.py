@@ -94,6 +94,7 @@ def measure_speed(
     turns: int = 5,
     tokens_per_turn: int = 24,
     text: str | None = None,
+    skip_longer: bool = False,
     **arguments: Any,
 ) -> Iterator[Speed]:
     """Measure every length: the full cache and every budget.
@@ -106,6 +107,7 @@ def measure_speed(
         turns: Turns of every side that count.
         tokens_per_turn: Tokens generated in a turn.
         text: What to read, repeated if it is short; None: public text.
+        skip_longer: Leave out lengths that do not fit the model's context.
         **arguments: More arguments of ``Llama`` (n_threads, type_k, ...).
 
     Raises:
@@ -115,28 +117,40 @@ def measure_speed(
         for value in values:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r}: allowed are positive ints")
-    if not n_tokens or not budgets:
-        raise ValueError("n_tokens, budgets: at least one of each is needed")
-    n_ctx = max(n_tokens) + (turns + WARM_UP) * tokens_per_turn
-    common = {"n_ctx": n_ctx, "kv_policy": policy, **arguments}
+    for name, several in (("n_tokens", n_tokens), ("budgets", budgets)):
+        if not several or len(set(several)) < len(several):
+            raise ValueError(f"{name}={list(several)!r}: allowed is at least one, and each once")
+    spare = (turns + WARM_UP) * tokens_per_turn
+    common = {"n_ctx": max(n_tokens) + spare, "kv_policy": policy, **arguments}
     plain = all(common.get(name, 1) in PLAIN_TYPES for name in ("type_k", "type_v"))
     sides: list[_Side] = []
     try:
-        for budget in budgets:
+        sides.append(_Side(model_path, budgets[0], True, **common))
+        lengths = _lengths(sides[0].llm, n_tokens, spare, skip_longer)
+        for budget in budgets[1:]:
             sides.append(_Side(model_path, budget, True, **common))
         for flash_attn in (True, False) if plain else (True,):
             sides.append(_Side(model_path, None, flash_attn, **common))
-        longest = sides[0].llm._model.n_ctx_train()
-        if n_ctx > longest:
-            raise ValueError(
-                f"n_tokens={max(n_tokens)} and {n_ctx - max(n_tokens)} generated: the model's context is {longest}"
-            )
-        source = _read(sides[0].llm, "".join(prose(text)), max(n_tokens))
-        for n in n_tokens:
+        source = _read(sides[0].llm, "".join(prose(text)), max(lengths))
+        # The first eviction of a model makes its Gram matrices, and the first prefill reads its weights from the disk.
+        warm_up = max(min(lengths), *(b + 64 for b in budgets if isinstance(b, int)), 0)
+        for side in sides:
+            side.prefill(source[: min(warm_up, max(lengths))])
+        for n in lengths:
             yield from _measure(sides, source[:n], turns, tokens_per_turn)
+            sides.reverse()  # the next length's prefills run in the other order
     finally:
         for side in sides:
             side.llm.close()
+
+
+def _lengths(llm: Llama, n_tokens: Sequence[int], spare: int, skip_longer: bool) -> list[int]:
+    """Lengths that the model's context has room for, with what is generated after them."""
+    longest = llm._model.n_ctx_train()
+    fitting = [n for n in n_tokens if n + spare <= longest]
+    if not fitting or (len(fitting) < len(n_tokens) and not skip_longer):
+        raise ValueError(f"n_tokens={max(n_tokens)} and {spare} generated: the model's context is {longest}")
+    return fitting
 
 
 def _read(llm: Llama, text: str, n: int) -> list[int]:
@@ -167,10 +181,12 @@ def _measure(sides: Sequence[_Side], tokens: list[int], turns: int, tokens_per_t
 
 def speed_rows(measured: Sequence[Speed]) -> list[SpeedRow]:
     """What was measured, length by length, the faster full cache first."""
+    budgets = list(dict.fromkeys(s.budget for s in measured))
     rows = []
     for n_tokens in dict.fromkeys(s.n_tokens for s in measured):
         here = [s for s in measured if s.n_tokens == n_tokens]
         full = min((s for s in here if s.budget is None), key=lambda s: statistics.median(s.decode_seconds))
+        here.sort(key=lambda s: budgets.index(s.budget))
         for s in [full, *(s for s in here if s.budget is not None)]:
             ratios = [a / b for a, b in zip(full.decode_seconds, s.decode_seconds, strict=True)]
             rows.append(
