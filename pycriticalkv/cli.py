@@ -209,16 +209,16 @@ def _bench(args: argparse.Namespace) -> None:
     text = _read(args.text, "--text") if args.text else None
     bar = tqdm(unit="side", disable=None)
     measured = []
-    if args.out:
-        args.out.write_text("", encoding="utf-8")
     for speed in measure_speed(
         args.model, args.tokens or DEFAULT_LENGTHS, args.budgets, skip_longer=not args.tokens, policy=args.policy,
         turns=args.turns,
         tokens_per_turn=args.tokens_per_turn, text=text, **_llama_arguments(args),
     ):  # fmt: skip
-        measured.append(speed)
         if args.out:
+            if not measured:  # not before: a command that is refused leaves an older file as it was
+                args.out.write_text("", encoding="utf-8")
             append_outcome(args.out, speed)
+        measured.append(speed)
         bar.update()
     bar.close()
     print(speed_table(speed_rows(measured)))

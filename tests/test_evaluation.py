@@ -200,6 +200,8 @@ def test_bench_command(outcomes, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "| 300 | 64 |" in printed and "| 150 | full, flash attention o" in printed
     assert len(out.read_text().splitlines()) == 2 * 4
+    assert cli.main(["bench", str(outcomes[0]), "--turns", "0", "--out", str(out)]) == 1
+    assert len(out.read_text().splitlines()) == 2 * 4
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
