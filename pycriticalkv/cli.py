@@ -208,7 +208,7 @@ def _bench(args: argparse.Namespace) -> None:
     _check_folders(args, "out", "plot")
     text = _read(args.text, "--text") if args.text else None
     bar = tqdm(unit="side", disable=None)
-    measured = []
+    measured: list[Any] = []
     for speed in measure_speed(
         args.model, args.tokens or DEFAULT_LENGTHS, args.budgets, skip_longer=not args.tokens, policy=args.policy,
         turns=args.turns,
