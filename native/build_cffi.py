@@ -14,6 +14,8 @@ import cffi
 from cffi import recompiler
 
 MODULE = "pycriticalkv._native"
+# what store.py implements
+CALLBACKS = 'extern "Python" bool pycriticalkv_progress(int32_t, int32_t, void *);'
 
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 ONLY_CPLUSPLUS = re.compile(
@@ -43,6 +45,7 @@ def generate(header: Path, target: Path) -> None:
     """Write the C source of the module; cffi leaves the file alone when nothing changed."""
     ffi = cffi.FFI()
     ffi.cdef(declarations(header.read_text(encoding="utf-8")))
+    ffi.cdef(CALLBACKS)
     recompiler.make_c_source(ffi, MODULE, f'#include "{header.name}"\n', str(target))
 
 

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pycriticalkv import state as state_file
 from pycriticalkv.policy import Budget, KVPolicy, resolve_policy
+from pycriticalkv.prefill import Progress, check_prefill, check_progress, choose_mode, layer_progress
 from pycriticalkv.stats import KVStats
 from pycriticalkv.store import Store, last_error, prepared
 
@@ -44,6 +45,12 @@ class Llama(llama_cpp.Llama):
             share of each prompt. ``None``: keep everything.
         kv_policy: What to keep: the name of a preset (``pycriticalkv.PRESETS``) or a ``KVPolicy``; "critical-max" by
             default.
+        prefill: How a prompt longer than the budget is read. ``"full"``: whole, and then evicted, so its whole cache is
+            there once. ``"exact"``: layer by layer, each evicted before the next is read, so only one layer ever holds
+            the whole prompt; entries kept, logits and text are those of ``"full"``. ``"auto"``: exact, or full with a
+            warning if the model cannot be read layer by layer.
+        prefill_progress: Called as a prompt is read, with the tokens done and the tokens in all. What it raises stops
+            the prompt.
         n_ctx: Limit of positions. With a budget the default is the model's own context, without one it is
             llama-cpp-python's 512.
         flash_attn: With a budget flash attention is on and cannot be turned off.
@@ -67,6 +74,8 @@ class Llama(llama_cpp.Llama):
         *,
         kv_budget: int | float | None = None,
         kv_policy: str | KVPolicy | None = None,
+        prefill: str = "auto",
+        prefill_progress: Progress | None = None,
         n_ctx: int | None = None,
         flash_attn: bool | None = None,
         **kwargs: Any,
@@ -74,13 +83,22 @@ class Llama(llama_cpp.Llama):
         model_path = os.fspath(model_path)
         self._stack = contextlib.ExitStack()  # close() works on an object that was refused
         self._kv_budget: Budget | None = None
-        self._kv_arguments = {"kv_budget": kv_budget, "kv_policy": kv_policy}
+        self._kv_arguments = {
+            "kv_budget": kv_budget,
+            "kv_policy": kv_policy,
+            "prefill": prefill,
+            "prefill_progress": prefill_progress,
+        }
+        self._kv_prefill = check_prefill(prefill)
+        self.prefill_progress = check_progress(prefill_progress)
         self._kv_prompt_next: bool | None = None
         self._kv_prompt_logits: npt.NDArray[np.single] | None = None  # after the prompt that was evicted last
         _check_names(kwargs)
         if kv_budget is None:
             if kv_policy is not None:
                 raise ValueError(f"kv_policy={kv_policy!r} has no effect without kv_budget; give kv_budget too")
+            if prefill != "auto":
+                raise ValueError(f"prefill={prefill!r} has no effect without kv_budget; give kv_budget too")
             given = {"n_ctx": n_ctx, "flash_attn": flash_attn}
             super().__init__(model_path, **{k: v for k, v in given.items() if v is not None}, **kwargs)
             self._check_adapter()
@@ -105,6 +123,11 @@ class Llama(llama_cpp.Llama):
         except ValueError as e:
             self.close()
             raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {e}") from None
+        try:
+            self._kv_prefill = choose_mode(prefill, self._kv_store.check_prefill)
+        except ValueError:
+            self.close()
+            raise
         if kwargs.get("draft_model") is not None and self._is_hybrid:
             self.close()
             raise ValueError(
@@ -142,11 +165,13 @@ class Llama(llama_cpp.Llama):
         evicted down to the budget: the first time when it is over the budget, later when it is over budget plus
         slack. Generated tokens evict before they would pass budget plus slack.
 
+        If this raises, or is stopped by Ctrl-C, the tokens before are still there and these are not. Where even that
+        cannot be had (a recurrent model, a sliding window that has moved on), everything is reset.
+
         Raises:
-            ValueError: The tokens do not fit ``n_ctx``; nothing is evaluated then.
-            MemoryError: There is no memory for their entries; nothing is evaluated then.
-            RuntimeError: ``n_tokens`` was set to a place that the cache cannot go back to, or an eviction failed; the
-                cache is then as it was.
+            ValueError: The tokens do not fit ``n_ctx``.
+            MemoryError: There is no memory for their entries.
+            RuntimeError: ``n_tokens`` was set to a place that the cache cannot go back to, or an eviction failed.
         """
         if self._kv_budget is None:
             super().eval(tokens)
@@ -157,12 +182,17 @@ class Llama(llama_cpp.Llama):
         if self.n_tokens < 0 or self.n_tokens + len(tokens) > self._n_ctx:
             raise ValueError(f"{len(tokens)} tokens after {self.n_tokens} exceed the context window of {self._n_ctx}")
         self._cut_back()
-        if not is_prompt:
-            self._make_room(len(tokens))
-        self._kv_store.reserve(int(self._kv_store.stats().n_entries) + len(tokens))
-        super().eval(tokens)
-        if is_prompt:
-            self._evict_prompt()
+        before = self.n_tokens
+        try:
+            if is_prompt:
+                self._eval_prompt(tokens)
+            else:
+                self._make_room(len(tokens))
+                self._kv_store.reserve(int(self._kv_store.stats().n_entries) + len(tokens))
+                super().eval(tokens)
+        except BaseException:  # Ctrl-C too
+            self._go_back(before, before + len(tokens))
+            raise
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As ``llama_cpp.Llama.generate``: yields tokens that follow the prompt ``tokens``."""
@@ -224,15 +254,49 @@ class Llama(llama_cpp.Llama):
                 f"n_tokens={self.n_tokens}: the cache holds {held} tokens. Call reset() and evaluate the prompt again."
             )
 
-    def _evict_prompt(self) -> None:
+    def _eval_prompt(self, tokens: Sequence[int]) -> None:
         assert self._kv_budget is not None
         stats = self._kv_store.stats()
-        self._kv_entries = budget = self._kv_budget.for_prompt(int(stats.n_tokens))
-        limit = budget + self._kv_policy.slack_for(budget) if stats.evicted else budget
-        if stats.n_entries > limit:
+        budget = self._kv_budget.for_prompt(int(stats.n_tokens) + len(tokens))
+        slack = self._kv_policy.slack_for(budget)
+        limit = budget + slack if stats.evicted else budget
+        evicts = stats.n_entries + len(tokens) > limit
+        if evicts and self._kv_prefill == "exact" and len(tokens) > self.context_params.n_ubatch:
+            # all but the last layer, which is left to the ordinary evaluation
+            n_layer = llama_cpp.llama_model_n_layer(self.model)
+            progress = layer_progress(self.prefill_progress, n_layer, len(tokens))
+            self._kv_store.prefill(tokens, budget, slack, progress)
+            self._eval_batches(tokens, len(tokens) * (n_layer - 1) // n_layer)
+        else:
+            self._kv_store.reserve(int(stats.n_entries) + len(tokens))
+            self._eval_batches(tokens, 0)
+        self._kv_entries = budget
+        if evicts:
+            self._kv_prompt_logits = None
             self._evict(budget)
             row = llama_cpp.llama_get_logits_ith(self.ctx, -1)
             self._kv_prompt_logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,)).copy()
+
+    def _eval_batches(self, tokens: Sequence[int], n_done: int) -> None:
+        """Evaluate tokens, of which as many as `n_done` stand for have been reported already."""
+        for i in range(0, len(tokens), self.n_batch):
+            batch = tokens[i : i + self.n_batch]
+            super().eval(batch)
+            if self.prefill_progress is not None:
+                done = n_done + (i + len(batch)) * (len(tokens) - n_done) // len(tokens)
+                self.prefill_progress(done, len(tokens))
+
+    def _go_back(self, n_tokens: int, end: int) -> None:
+        """After a failure: the cache as it was at `n_tokens`, or, if that is gone, an empty one.
+
+        If Ctrl-C came when all tokens up to `end` were there and evicted, that stays.
+        """
+        self._kv_store.cancel_prefill()
+        held = int(self._kv_store.stats().n_tokens)
+        if held == n_tokens or self._ctx.kv_cache_seq_rm(-1, n_tokens, -1):
+            self.n_tokens = n_tokens
+        elif not held == self.n_tokens == end:
+            self.reset()
 
     def _make_room(self, n_new: int) -> None:
         stats = self._kv_store.stats()
@@ -268,12 +332,14 @@ class Llama(llama_cpp.Llama):
             entries=entries,
             entries_peak=int(s.n_entries_peak),
             bytes_now=int(s.bytes_entries),
-            bytes_peak=int(s.bytes_per_token * s.n_entries_peak),
+            bytes_peak=int(s.bytes_entries_peak),
             bytes_full=int(s.bytes_per_token * s.n_tokens),
             bytes_allocated=int(s.bytes_allocated),
             bytes_allocated_peak=int(s.bytes_allocated_peak),
+            bytes_hidden_peak=int(s.bytes_hidden_peak),
             bytes_other=int(s.bytes_other),
             bytes_store=int(s.bytes_store),
+            prefill=self._kv_prefill,
             evictions=int(s.n_evictions),
             seconds_score=float(s.seconds_score),
             seconds_select=float(s.seconds_select),

@@ -23,8 +23,10 @@ class KVStats:
         bytes_allocated: Bytes of the buffers that hold the entries: they grow with the prompt, and an eviction leaves
             room for the budget and the slack.
         bytes_allocated_peak: The most of them, old and new buffers of an eviction together.
+        bytes_hidden_peak: Bytes of the hidden states that prefill="exact" kept between two layers, freed since.
         bytes_other: Bytes of what is not evicted: sliding-window layers, recurrent states.
         bytes_store: Bytes that eviction itself needs beside the cache (saved queries, Gram matrices).
+        prefill: How prompts longer than the budget are read.
         evictions: How many times entries were evicted.
         seconds_score: Time to score entries.
         seconds_select: Time to choose.
@@ -41,8 +43,10 @@ class KVStats:
     bytes_full: int
     bytes_allocated: int
     bytes_allocated_peak: int
+    bytes_hidden_peak: int
     bytes_other: int
     bytes_store: int
+    prefill: str
     evictions: int
     seconds_score: float
     seconds_select: float

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ ERROR_TYPES: dict[int, type[Exception]] = {
     lib.CRITICALKV_ERR_STATE: RuntimeError,
     lib.CRITICALKV_ERR_COMPUTE: RuntimeError,
     lib.CRITICALKV_ERR_MEMORY: MemoryError,
+    lib.CRITICALKV_ERR_ABORTED: RuntimeError,
 }
 
 
@@ -107,6 +108,28 @@ def prepared(policy: KVPolicy, budget: Budget) -> Iterator[None]:
         lib.criticalkv_prepare(ffi.NULL)
 
 
+class _Progress:
+    """What a prefill calls, and the exception that stopped it."""
+
+    def __init__(self, call: Callable[[int, int], None] | None) -> None:
+        self.call = call
+        self.error: BaseException | None = None
+
+
+def _stop(_kind: Any, error: BaseException, traceback: Any) -> bool:
+    ffi.from_handle(traceback.tb_frame.f_locals["user"]).error = error
+    return False
+
+
+# Python handles Ctrl-C when it runs, so it is called even when nobody wants to know the progress.
+@ffi.def_extern(name="pycriticalkv_progress", onerror=_stop)
+def _report(il: int, done: int, user: Any) -> bool:
+    call = ffi.from_handle(user).call
+    if call is not None:
+        call(il, done)
+    return True
+
+
 class Store:
     """The store of a live context.
 
@@ -137,6 +160,35 @@ class Store:
         """
         check(lib.criticalkv_evict(self._ctx, budget, slack))
 
+    def check_prefill(self) -> None:
+        """Raise ValueError when the model cannot be read layer by layer."""
+        check(lib.criticalkv_prefill_check(self._ctx))
+
+    def prefill(
+        self,
+        tokens: Sequence[int],
+        budget: int,
+        slack: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Exact prefill: read tokens through all layers but the last, and evict each as ``evict`` would.
+
+        The same tokens have to be evaluated next, which takes them through the last layer; then ``evict`` with the same
+        arguments ends it. Until then ``cancel_prefill`` brings back the cache as it was; it is that, too, if this
+        raises. ``progress`` is called with the layer and its tokens done; what it raises stops the prefill.
+        """
+        report = _Progress(progress)
+        handle = ffi.new_handle(report)
+        ids = ffi.new("int32_t[]", [int(token) for token in tokens])
+        status = lib.criticalkv_prefill(self._ctx, ids, len(tokens), budget, slack, lib.pycriticalkv_progress, handle)
+        if report.error is not None:
+            raise report.error
+        check(status)
+
+    def cancel_prefill(self) -> None:
+        """Give up a prefill that is not ended."""
+        check(lib.criticalkv_prefill_cancel(self._ctx))
+
     def reserve(self, n: int) -> None:
         """Make room for ``n`` entries per head; MemoryError if there is none, and the cache is then as it was."""
         check(lib.criticalkv_reserve(self._ctx, n))
@@ -164,7 +216,7 @@ class Store:
         out = np.empty(int(self.stats().n_entries), dtype=np.int32)
         n = lib.criticalkv_positions(self._ctx, il, head, ffi.from_buffer("int32_t[]", out), len(out))
         if n < 0:
-            raise ValueError(last_error())
+            check(-n)
         return out[:n]
 
     def scores(self, il: int, window: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:

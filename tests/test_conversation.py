@@ -50,7 +50,7 @@ def test_the_same_prompt_again_gives_the_same_text_without_reading_it_again(tiny
         first = greedy(llm, prompt, 20), kept(llm)
         evaluated.clear()
         assert (greedy(llm, prompt, 20), kept(llm)) == first
-        assert evaluated[0] == 0
+        assert max(evaluated) == 1
         # after an eviction on the way the prompt has to be read again
         greedy(llm, prompt, 60)
         evaluated.clear()

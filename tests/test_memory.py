@@ -44,8 +44,10 @@ def test_after_an_eviction_there_is_room_for_budget_and_slack(tiny, load, tokens
     llm.eval(tokens(1500))
     room = budget + policy.slack_for(budget)
     assert room <= allocated_entries(llm) <= max(1.1 * room, room + 63)
-    stats = llm.kv_stats()
-    assert stats.bytes_allocated_peak >= stats.bytes_full
+    layers, stats = 3, llm.kv_stats()
+    per_row = stats.bytes_full // (1500 * layers)
+    # layer by layer: what each keeps, and one with the whole prompt
+    assert stats.bytes_allocated_peak <= per_row * (layers * max(room + 63, 256) + 1536)
     for token in tokens(300, seed=2):
         llm.eval([token])
         assert allocated_entries(llm) <= max(1.1 * room, room + 63)

@@ -315,7 +315,7 @@ def test_random_sequences(tmp_path_factory, policy):
     write_tiny(path, n_layer=N_LAYER, n_head=4, n_head_kv=N_HEAD_KV, n_embd=64, wo_type="F32", weight_type="F32")
     llm = Llama(
         str(path), kv_budget=BUDGET, kv_policy=POLICIES[policy], n_ctx=N_CTX, verbose=False,
-        n_threads=1, n_threads_batch=1,
+        n_threads=1, n_threads_batch=1, n_ubatch=32,
     )  # fmt: skip
     machine = type("Machine", (CacheMachine,), {"policy": policy, "path": str(path), "llm": llm})
     case = machine.TestCase
@@ -487,8 +487,8 @@ def test_random_sequences_of_other_families(make_tiny, arch):
     path = make_tiny(arch=arch, n_layer=4, n_head=4, head_dim=64)
     llm, replay = (
         Llama(path, kv_budget=BUDGET, kv_policy=POLICIES["critical-max"], n_ctx=N_CTX, verbose=False,
-              n_threads=1, n_threads_batch=1)
-        for _ in range(2)
+              n_threads=1, n_threads_batch=1, n_ubatch=32, prefill=prefill)
+        for prefill in ("exact", "full")
     )  # fmt: skip
     case = type("Machine", (FamilyMachine,), {"arch": arch, "llm": llm, "replay": replay}).TestCase
     case.settings = settings(

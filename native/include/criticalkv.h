@@ -39,6 +39,7 @@ enum criticalkv_status {
     CRITICALKV_ERR_STATE       = 3, /* not possible now: no store, empty cache, cells with holes, unknown queries */
     CRITICALKV_ERR_COMPUTE     = 4, /* a graph failed or was aborted, or scores were not finite */
     CRITICALKV_ERR_MEMORY      = 5, /* memory for scratch or for staging could not be had */
+    CRITICALKV_ERR_ABORTED     = 6, /* a callback asked for it */
 };
 
 /* What ranks an entry. */
@@ -95,9 +96,12 @@ struct criticalkv_stats {
     int64_t bytes_allocated; /* bytes of the K and V buffers as allocated */
     int64_t bytes_allocated_peak; /* the most since the cache was last cleared, an eviction's copies included */
     int64_t bytes_per_token;      /* bytes of K and V of one token, all layers, nothing evicted */
-    int64_t bytes_other;          /* bytes of the memory that is not evicted: sliding-window layers, recurrent states */
-    int64_t bytes_store;          /* bytes of the store itself: saved queries and Gram matrices */
-    int64_t n_evictions;          /* since the cache was last cleared, as are the times */
+    int64_t
+        bytes_entries_peak;    /* the most bytes of entries that all heads have held at the start of a decode, or now */
+    int64_t bytes_other;       /* bytes of the memory that is not evicted: sliding-window layers, recurrent states */
+    int64_t bytes_hidden_peak; /* the most bytes that hidden states took in an exact prefill since it was cleared */
+    int64_t bytes_store;       /* bytes of the store itself: saved queries and Gram matrices */
+    int64_t n_evictions;       /* since the cache was last cleared, as are the times */
     double  seconds_score;
     double  seconds_select;
     double  seconds_compact;
@@ -140,6 +144,30 @@ CRITICALKV_API int criticalkv_check(struct llama_context * ctx);
  * Waits for the graph in flight. The logits of the last decode stay readable. */
 CRITICALKV_API int criticalkv_evict(struct llama_context * ctx, int32_t budget, int32_t slack);
 
+/* Whether the model can be read layer by layer (criticalkv_prefill); CRITICALKV_ERR_UNSUPPORTED if not. The first call
+ * builds the graph of every layer by itself and examines it, which takes milliseconds. */
+CRITICALKV_API int criticalkv_prefill_check(struct llama_context * ctx);
+
+/* Called as tokens pass through layer `il`: `done` of them have. False stops the prefill. */
+typedef bool (*criticalkv_progress)(int32_t il, int32_t done, void * user);
+
+/* Exact prefill: reads the next n tokens of the sequence through all layers but the last, one layer after the other, and
+ * evicts each to `budget` entries, with room for `slack` more (0: as in the parameters), before the next one starts: only
+ * one layer holds the whole prompt. Then llama_decode takes the same tokens, in batches of n_batch (the last may be
+ * shorter), through the last layer, and criticalkv_evict with the same budget and slack ends the prefill. Kept entries
+ * and logits are those of decoding all and evicting then.
+ * The hidden states of all tokens take n * n_embd floats meanwhile; a cache that is not empty is saved before, on the host.
+ * CRITICALKV_ERR_ARGUMENT: tokens that do not fit, or a prompt within the budget. On an error the cache is as it was. */
+CRITICALKV_API int criticalkv_prefill(struct llama_context * ctx, const int32_t * tokens, int32_t n, int32_t budget,
+                                      int32_t slack, criticalkv_progress callback, void * user);
+
+/* Give up a prompt between criticalkv_prefill and the eviction that ends it: the cache is as it was before, or, when there
+ * is no memory for that, empty. Without such a prompt nothing happens. */
+CRITICALKV_API int criticalkv_prefill_cancel(struct llama_context * ctx);
+
+/* For tests: the k-th allocation of rows or hidden states on this thread from now on fails; 0: none does. */
+CRITICALKV_API int criticalkv_fail_allocation(int32_t k);
+
 /* Make the memory of the cache hold n entries per head (0..n_ctx): it grows to that at once, where a decode would let it
  * grow step by step, and gives back what an earlier, longer content left. Entries that are there stay. When memory runs
  * out (CRITICALKV_ERR_MEMORY, the sentence says how much was asked for) the cache is as it was. */
@@ -155,7 +183,7 @@ CRITICALKV_API int criticalkv_get_layer(const struct llama_context * ctx, int32_
                                         struct criticalkv_layer_info * info);
 
 /* Original positions that a KV head holds, ascending: writes at most `capacity` of them and returns how many there are,
- * or -1 on error. */
+ * or minus the criticalkv_status on error. */
 CRITICALKV_API int32_t criticalkv_positions(const struct llama_context * ctx, int32_t il, int32_t head, int32_t * out,
                                             int32_t capacity);
 

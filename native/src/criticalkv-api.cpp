@@ -29,6 +29,15 @@ static store & store_of(const llama_context * ctx) {
     return *cache->kv_store;
 }
 
+// Between the parts of a prefill the layers do not hold the same tokens.
+static store & idle_store_of(const llama_context * ctx) {
+    store & s = store_of(ctx);
+    if (s.is_reading()) {
+        throw error(CRITICALKV_ERR_STATE, "a prompt is being read (criticalkv_prefill)");
+    }
+    return s;
+}
+
 static void require_pointer(const void * p, const char * name) {
     if (p == nullptr) {
         throw error(CRITICALKV_ERR_ARGUMENT, std::string(name) + " is NULL");
@@ -56,6 +65,7 @@ template <typename F> static int guarded(F && f) {
 }  // namespace criticalkv
 
 using criticalkv::guarded;
+using criticalkv::idle_store_of;
 using criticalkv::require_pointer;
 using criticalkv::store_of;
 
@@ -67,8 +77,38 @@ int criticalkv_evict(llama_context * ctx, int32_t budget, int32_t slack) {
     return guarded([&] { store_of(ctx).evict(*ctx, budget, slack); });
 }
 
+int criticalkv_prefill_check(llama_context * ctx) {
+    return guarded([&] {
+        const std::string why = store_of(ctx).refuse_prefill(*ctx);
+        if (!why.empty()) {
+            throw criticalkv::error(CRITICALKV_ERR_UNSUPPORTED, why);
+        }
+    });
+}
+
+int criticalkv_prefill(llama_context * ctx, const int32_t * tokens, int32_t n, int32_t budget, int32_t slack,
+                       criticalkv_progress callback, void * user) {
+    return guarded([&] {
+        require_pointer(tokens, "tokens");
+        const auto report = [&](int32_t il, int32_t done) {
+            if (callback != nullptr && !callback(il, done, user)) {
+                throw criticalkv::error(CRITICALKV_ERR_ABORTED, "the prompt was aborted");
+            }
+        };
+        store_of(ctx).read_prompt(*ctx, tokens, n, budget, slack, report);
+    });
+}
+
+int criticalkv_fail_allocation(int32_t k) {
+    return guarded([&] { criticalkv::fail_allocation(k); });
+}
+
+int criticalkv_prefill_cancel(llama_context * ctx) {
+    return guarded([&] { store_of(ctx).cancel_prompt(*ctx); });
+}
+
 int criticalkv_reserve(llama_context * ctx, int64_t n) {
-    return guarded([&] { store_of(ctx).reserve(*ctx, n); });
+    return guarded([&] { idle_store_of(ctx).reserve(*ctx, n); });
 }
 
 int criticalkv_get_stats(const llama_context * ctx, criticalkv_stats * stats) {
@@ -94,9 +134,9 @@ int criticalkv_get_layer(const llama_context * ctx, int32_t il, criticalkv_layer
 }
 
 int32_t criticalkv_positions(const llama_context * ctx, int32_t il, int32_t head, int32_t * out, int32_t capacity) {
-    int32_t   n      = -1;
+    int32_t   n      = 0;
     const int status = guarded([&] {
-        const criticalkv::store & s = store_of(ctx);
+        const criticalkv::store & s = idle_store_of(ctx);
         const criticalkv::layer & l = s.find_layer(il);
         if (head < 0 || head >= l.info.n_head_kv) {
             throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "head is " + std::to_string(head) + ", allowed: 0 to " +
@@ -110,14 +150,14 @@ int32_t criticalkv_positions(const llama_context * ctx, int32_t il, int32_t head
         std::copy_n(pos.begin(), std::clamp<int32_t>(capacity, 0, (int32_t) pos.size()), out);
         n = (int32_t) pos.size();
     });
-    return status == CRITICALKV_OK ? n : -1;
+    return status == CRITICALKV_OK ? n : -status;
 }
 
 int criticalkv_scores(llama_context * ctx, int32_t il, float * attn, float * norm, size_t count) {
     return guarded([&] {
         require_pointer(attn, "attn");
         require_pointer(norm, "norm");
-        const criticalkv::layer_scores s = store_of(ctx).scores(*ctx, il);
+        const criticalkv::layer_scores s = idle_store_of(ctx).scores(*ctx, il);
         if (count != s.attn.size()) {
             throw criticalkv::error(CRITICALKV_ERR_ARGUMENT,
                                     "count is " + std::to_string(count) + ", needed: " + std::to_string(s.attn.size()));
@@ -130,7 +170,7 @@ int criticalkv_scores(llama_context * ctx, int32_t il, float * attn, float * nor
 size_t criticalkv_read(llama_context * ctx, int32_t which, int32_t il, float * out, size_t count) {
     size_t needed = 0;
     guarded([&] {
-        const std::vector<float> data = store_of(ctx).read(*ctx, which, il);
+        const std::vector<float> data = idle_store_of(ctx).read(*ctx, which, il);
         if (out != nullptr && count >= data.size()) {
             std::copy(data.begin(), data.end(), out);
         }

@@ -28,7 +28,7 @@ class input_query_rows : public llm_graph_input_i {
     }
 
     bool can_reuse(const llm_graph_params & params) override {
-        return memory_version == owner.memory_version &&
+        return memory_version == owner.memory_version && !owner.is_reading() &&
                rows->ne[0] == std::min<int64_t>(owner.ring(), params.ubatch.n_tokens);
     }
 

@@ -43,8 +43,7 @@ static bool fits_words(const ggml_tensor * t, int64_t d) {
 }
 
 // `to` may be `from`: slots ascend, so a row moves to where no later one is read.
-static void gather_on_host(const ggml_tensor * from, ggml_tensor * to, int64_t d,
-                           const std::vector<std::vector<int32_t>> & keep) {
+static void gather_on_host(const ggml_tensor * from, ggml_tensor * to, int64_t d, const head_lists & keep) {
     const size_t head_bytes = ggml_row_size(from->type, d);
     for (size_t head = 0; head < keep.size(); ++head) {
         const char * source = (const char *) from->data + head * head_bytes;
@@ -56,8 +55,7 @@ static void gather_on_host(const ggml_tensor * from, ggml_tensor * to, int64_t d
     }
 }
 
-static kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t capacity,
-                             const std::vector<std::vector<int32_t>> & keep) {
+kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t capacity, const head_lists & keep) {
     kv_rows rows = allocate_rows(l, capacity);
     if (ggml_backend_buffer_is_host(rows.buf.get()) &&
         !(fits_words(l.k, l.info.n_embd_k) && fits_words(l.v, l.info.n_embd_v))) {
@@ -84,7 +82,7 @@ bool store::compacts_in_place(int64_t capacity) const {
     });
 }
 
-void store::compact_in_place(const keep_lists & keep) noexcept {
+void store::compact_in_place(const layer_lists & keep) noexcept {
     for (size_t i = 0; i < layers.size(); ++i) {
         const layer & l = layers[i];
         gather_on_host(l.rows.k, l.rows.k, l.info.n_embd_k, keep[i]);
@@ -92,7 +90,7 @@ void store::compact_in_place(const keep_lists & keep) noexcept {
     }
 }
 
-std::vector<kv_rows> store::compact(llama_context & lctx, const keep_lists & keep, int64_t capacity) {
+std::vector<kv_rows> store::compact(llama_context & lctx, const layer_lists & keep, int64_t capacity) {
     int64_t              bytes = bytes_allocated();
     std::vector<kv_rows> rows;
     for (size_t i = 0; i < layers.size(); ++i) {

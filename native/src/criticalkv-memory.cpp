@@ -26,13 +26,27 @@ static ggml_context_ptr tensor_context(size_t n_tensors) {
     return ctx;
 }
 
+// For tests: this thread's allocations until one fails, 0: none shall.
+static thread_local int32_t n_to_failure = 0;
+
+void fail_allocation(int32_t k) {
+    n_to_failure = k;
+}
+
+ggml_backend_buffer_ptr allocate_tensors(ggml_context * ctx, ggml_backend_buffer_type_t buft) {
+    if (n_to_failure > 0 && --n_to_failure == 0) {
+        return nullptr;
+    }
+    return ggml_backend_buffer_ptr(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
+}
+
 kv_rows allocate_rows(const layer & l, int64_t capacity) {
     kv_rows r;
     r.capacity = capacity;
     r.ctx      = tensor_context(2);
     r.k        = ggml_new_tensor_2d(r.ctx.get(), l.k->type, l.k->ne[0], capacity);
     r.v        = ggml_new_tensor_2d(r.ctx.get(), l.v->type, l.v->ne[0], capacity);
-    r.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(r.ctx.get(), l.buft));
+    r.buf      = allocate_tensors(r.ctx.get(), l.buft);
     if (!r.buf) {
         const size_t bytes = ggml_nbytes(r.k) + ggml_nbytes(r.v);
         throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(capacity) +
@@ -79,10 +93,13 @@ void return_freed_memory(int64_t bytes) {
 
 // ---- the store's part ------------------------------------------------------------------------------------------------
 
+// While a prompt is read layer by layer, only the layer at hand has to have room.
 int64_t store::capacity() const {
-    int64_t least = layers[0].rows.capacity;
+    int64_t least = INT64_MAX;
     for (const layer & l : layers) {
-        least = std::min(least, l.rows.capacity);
+        if (!reading || reading->window.layer == l.il) {
+            least = std::min(least, l.rows.capacity);
+        }
     }
     return least;
 }
@@ -187,6 +204,10 @@ void store::reserve(llama_context & lctx, int64_t n) {
 
 // The hook in a decode: by a quarter at least, so that callers who reserve nothing do not copy the cache for every ubatch.
 bool store::make_room(int64_t n_kv) {
+    if (reading && (n_kv > capacity() || n_positions() > reading->first + reading->n_tokens)) {
+        set_last_error("these tokens are not those of the prompt that is being read");
+        return false;
+    }
     if (n_kv <= capacity()) {
         return true;
     }

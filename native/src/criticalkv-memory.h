@@ -25,6 +25,10 @@ struct kv_rows {
     int64_t bytes() const { return buf ? (int64_t) ggml_backend_buffer_get_size(buf.get()) : 0; }
 };
 
+// A buffer for all tensors of a context, nullptr without memory for it; fail_allocation lets the k-th of them fail.
+ggml_backend_buffer_ptr allocate_tensors(ggml_context * ctx, ggml_backend_buffer_type_t buft);
+void                    fail_allocation(int32_t k);
+
 // Zeroed rows for one layer; zeroed, because attention multiplies the rows of empty slots by 0, and what the memory held
 // before may be NaN. (Entries that were there once and are no longer may stay: they are finite.)
 // Throws error(CRITICALKV_ERR_MEMORY) with the number of bytes asked for.

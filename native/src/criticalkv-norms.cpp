@@ -64,8 +64,8 @@ static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::v
     init.mem_size         = ggml_tensor_overhead();
     init.no_alloc         = true;
     u.ctx.reset(ggml_init(init));
-    u.w = ggml_new_tensor_2d(u.ctx.get(), GGML_TYPE_F32, l.wo->ne[turned ? 1 : 0], l.wo->ne[turned ? 0 : 1]);
-    u.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(u.ctx.get(), l.buft));
+    u.w   = ggml_new_tensor_2d(u.ctx.get(), GGML_TYPE_F32, l.wo->ne[turned ? 1 : 0], l.wo->ne[turned ? 0 : 1]);
+    u.buf = allocate_tensors(u.ctx.get(), l.buft);
     if (!u.buf) {
         throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(ggml_nbytes(u.w)) + " bytes of W_O");
     }

@@ -58,6 +58,9 @@ state_header store::make_header() const {
 }
 
 void store::state_write(llama_io_write_i & io) const {
+    if (reading) {
+        throw error(CRITICALKV_ERR_STATE, "a prompt is being read");
+    }
     if ((int64_t) cells().used_max_p1() > capacity()) {
         throw error(CRITICALKV_ERR_STATE, "the last decode failed; clear the cache");
     }

@@ -169,6 +169,25 @@ void store::check_cells() const {
     }
 }
 
+// Of all heads of a layer.
+static int64_t bytes_per_entry(const layer & l) {
+    return (int64_t) (ggml_row_size(l.k->type, l.k->ne[0]) + ggml_row_size(l.v->type, l.v->ne[0]));
+}
+
+int64_t store::bytes_entries() const {
+    int64_t bytes = 0;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        bytes += bytes_per_entry(layers[i]) *
+                 (reading ? entries_while_reading(*reading, i, layers[i].il, n_entries()) : n_entries());
+    }
+    return bytes;
+}
+
+void store::note_entries() {
+    entries_peak       = std::max(entries_peak, n_entries());
+    bytes_entries_peak = std::max(bytes_entries_peak, bytes_entries());
+}
+
 criticalkv_stats store::stats() const {
     criticalkv_stats s = counters;
     s.budget           = budget;
@@ -180,11 +199,13 @@ criticalkv_stats store::stats() const {
     s.n_entries        = n_entries();
     s.n_entries_peak   = std::max(entries_peak, n_entries());
     for (const layer & l : layers) {
-        s.bytes_per_token += (int64_t) (ggml_row_size(l.k->type, l.k->ne[0]) + ggml_row_size(l.v->type, l.v->ne[0]));
+        s.bytes_per_token += bytes_per_entry(l);
     }
     s.bytes_allocated      = bytes_allocated();
     s.bytes_allocated_peak = bytes_peak;
-    s.bytes_entries        = s.bytes_per_token * s.n_entries;
+    s.bytes_hidden_peak    = bytes_hidden_peak;
+    s.bytes_entries        = bytes_entries();
+    s.bytes_entries_peak   = std::max(bytes_entries_peak, s.bytes_entries);
     for (const auto & [buft, bytes] : owner.get_memory()->memory_breakdown()) {
         s.bytes_other += (int64_t) bytes;
     }
@@ -197,20 +218,24 @@ criticalkv_stats store::stats() const {
 // ---- clearing and cutting back ---------------------------------------------------------------------------------------
 
 void store::on_clear(bool data) {
+    memory_version += reading ? 1 : 0;  // graphs of a part of the model
+    reading.reset();
     std::fill(query_pos.begin(), query_pos.end(), -1);
     for (layer & l : layers) {
         for (auto & head : l.kept) {
             head.clear();
         }
     }
-    evicted      = false;
-    evicted_at   = 0;
-    tail_start   = 0;
-    budget       = params.budget;
-    slack        = params.slack;
-    entries_peak = 0;
-    bytes_peak   = bytes_allocated();
-    counters     = {};
+    evicted            = false;
+    evicted_at         = 0;
+    tail_start         = 0;
+    budget             = params.budget;
+    slack              = params.slack;
+    entries_peak       = 0;
+    bytes_entries_peak = 0;
+    bytes_peak         = bytes_allocated();
+    bytes_hidden_peak  = 0;
+    counters           = {};
     for (const layer & l : layers) {
         if (data) {
             ggml_backend_buffer_clear(l.rows.buf.get(), 0);
@@ -250,7 +275,7 @@ bool store::on_seq_rm(int32_t seq_id, int32_t p0, int32_t p1) {
     if (p0 >= p1) {
         return true;  // nothing there
     }
-    if (!can_remove(p0, p1)) {
+    if (reading ? p0 > 0 || p1 < end : !can_remove(p0, p1)) {
         return false;
     }
     if (p0 == 0 && p1 == end) {
@@ -297,7 +322,7 @@ class update_context : public llama_memory_context_i {
 };
 
 llama_memory_context_ptr store::init_update(llama_context * lctx, bool optimize) {
-    entries_peak = std::max(entries_peak, n_entries());
+    note_entries();
     if (asked.what == request::NONE && optimize && budget > 0 && n_entries() > budget) {
         asked        = {};
         asked.what   = request::EVICT;
@@ -343,15 +368,19 @@ bool store::run_request(llama_context & lctx) {
     return failure_status == CRITICALKV_OK;
 }
 
+// llama.cpp warns when its compute buffers are not as large as it made them, but our graphs may need more.
+void store::expect_buffer_sizes(llama_context & lctx) {
+    for (size_t i = 0; i < lctx.backend_ptrs.size(); ++i) {
+        lctx.backend_buf_exp_size[i] = ggml_backend_sched_get_buffer_size(lctx.get_sched(), lctx.backend_ptrs[i]);
+    }
+}
+
 void store::run(llama_context & lctx, const request & what) {
     lctx.synchronize();
     asked = what;
     lctx.memory_update(false);
     asked = {};
-    // llama.cpp warns when its compute buffers are not as large as it made them, but graphs of an eviction may need more
-    for (size_t i = 0; i < lctx.backend_ptrs.size(); ++i) {
-        lctx.backend_buf_exp_size[i] = ggml_backend_sched_get_buffer_size(lctx.get_sched(), lctx.backend_ptrs[i]);
-    }
+    expect_buffer_sizes(lctx);
     if (failure_status != CRITICALKV_OK) {
         throw error(failure_status, failure);
     }
@@ -366,7 +395,7 @@ void store::evict(llama_context & lctx, int32_t new_budget, int32_t new_slack) {
         throw error(CRITICALKV_ERR_ARGUMENT, "slack is " + std::to_string(new_slack) + ", allowed: 0 or more");
     }
     new_slack = new_slack == 0 ? params.slack : new_slack;
-    if (n_entries() <= new_budget) {
+    if (!reading && n_entries() <= new_budget) {
         budget = new_budget;
         slack  = new_slack;
         return;
@@ -392,43 +421,37 @@ layer_scores store::scores(llama_context & lctx, int32_t il) {
     return out;
 }
 
-store::keep_lists store::choose(llama_context & lctx, int32_t new_budget) {
+head_lists store::choose_layer(llama_context & lctx, layer & l, int32_t new_budget) {
     const int32_t n        = n_entries();
     const int32_t n_before = n - params.window;
-    keep_lists    keep;
-    for (layer & l : layers) {
-        const int64_t t0 = ggml_time_us();
-        layer_scores  scored;
-        if (params.score == CRITICALKV_SCORE_WINDOW) {
-            scored = compute_scores(lctx, l);
-        }
-        const int64_t t1 = ggml_time_us();
-        keep.emplace_back();
-        for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
-            const std::vector<int32_t> pos  = positions(l, head);
-            const size_t               row  = (size_t) head * n_before;
-            const float *              attn = scored.attn.empty() ? nullptr : scored.attn.data() + row;
-            const float *              norm = scored.norm.empty() ? nullptr : scored.norm.data() + row;
-            keep.back().push_back(select_entries(params, new_budget, { l.il, head, n, pos.data(), attn, norm }));
-        }
-        counters.seconds_score += (double) (t1 - t0) * 1e-6;
-        counters.seconds_select += (double) (ggml_time_us() - t1) * 1e-6;
+    const int64_t t0       = ggml_time_us();
+    layer_scores  scored;
+    if (params.score == CRITICALKV_SCORE_WINDOW) {
+        scored = compute_scores(lctx, l);
     }
+    const int64_t t1 = ggml_time_us();
+    head_lists    keep;
+    for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
+        const std::vector<int32_t> pos  = positions(l, head);
+        const size_t               row  = (size_t) head * n_before;
+        const float *              attn = scored.attn.empty() ? nullptr : scored.attn.data() + row;
+        const float *              norm = scored.norm.empty() ? nullptr : scored.norm.data() + row;
+        keep.push_back(select_entries(params, new_budget, { l.il, head, n, pos.data(), attn, norm }));
+    }
+    counters.seconds_score += (double) (t1 - t0) * 1e-6;
+    counters.seconds_select += (double) (ggml_time_us() - t1) * 1e-6;
     return keep;
 }
 
-store::kept_positions store::positions_of(const keep_lists & keep) const {
-    kept_positions kept;
-    for (size_t i = 0; i < layers.size(); ++i) {
-        kept.emplace_back();
-        for (int32_t head = 0; head < layers[i].info.n_head_kv; ++head) {
-            std::vector<int32_t> pos;
-            const auto           all = positions(layers[i], head);
-            for (const int32_t slot : keep[i][head]) {
-                pos.push_back(all[slot]);
-            }
-            kept.back().push_back(std::move(pos));
+head_lists store::positions_of(const layer & l, const head_lists & keep) const {
+    head_lists kept;
+    for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
+        std::vector<int32_t> pos;
+        const auto           all = positions(l, head);
+        for (const int32_t slot : keep[head]) {
+            pos.push_back(all[slot]);
         }
+        kept.push_back(std::move(pos));
     }
     return kept;
 }
@@ -437,7 +460,7 @@ store::kept_positions store::positions_of(const keep_lists & keep) const {
 // has its true position; the slots before take stand-ins, the positions just below the tail. So all kept slots stay
 // visible to every later query, and the sequence ends where it did, also after it is cut back to the tail's start.
 // Without new rows the kept ones have moved already.
-void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
+void store::commit(layer_lists kept, std::vector<kv_rows> rows) {
     tail_start           = std::max(tail_start, n_positions() - params.window);
     evicted              = true;
     evicted_at           = n_positions();
@@ -465,11 +488,21 @@ void store::commit(kept_positions kept, std::vector<kv_rows> rows) {
 }
 
 void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_slack) {
-    const keep_lists     keep     = choose(lctx, new_budget);
+    if (reading) {
+        finish_prompt(lctx, new_budget, new_slack);
+        return;
+    }
+    layer_lists keep;
+    for (layer & l : layers) {
+        keep.push_back(choose_layer(lctx, l, new_budget));
+    }
     const int64_t        t0       = ggml_time_us();
     const int64_t        capacity = evicted_capacity(new_budget, new_slack);
-    kept_positions       kept     = positions_of(keep);
+    layer_lists          kept;
     std::vector<kv_rows> rows;
+    for (size_t i = 0; i < layers.size(); ++i) {
+        kept.push_back(positions_of(layers[i], keep[i]));
+    }
     if (compacts_in_place(capacity)) {
         compact_in_place(keep);
     } else {

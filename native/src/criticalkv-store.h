@@ -8,11 +8,13 @@
 
 #include "criticalkv-memory.h"
 #include "criticalkv-params.h"
+#include "criticalkv-prefill.h"
 #include "criticalkv.h"
 
 #include "ggml-cpp.h"
 #include "llama-memory.h"
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -22,6 +24,7 @@ class llama_io_write_i;
 class llama_kv_cache;
 class llama_kv_cells;
 class llm_graph_result;
+struct llama_batch_ext;
 struct llama_context;
 struct llama_cparams;
 struct llama_model;
@@ -37,6 +40,10 @@ struct lora_part {
 };
 
 constexpr int64_t V_ROTATION = 64;
+
+// Ascending slots, or original positions, per KV head.
+using head_lists  = std::vector<std::vector<int32_t>>;
+using layer_lists = std::vector<head_lists>;
 
 // One layer that has a cache.
 struct layer {
@@ -70,7 +77,7 @@ struct layer {
 
     // Original positions of the slots that evictions have left, per KV head, ascending. Later slots hold one position for
     // all heads, which the cells of the cache know. Empty before the first eviction.
-    std::vector<std::vector<int32_t>> kept;
+    head_lists kept;
 };
 
 // Why a memory or a layer cannot have a store, or nullptr. (criticalkv-support.cpp)
@@ -80,11 +87,19 @@ const char * refuse_layer(const layer & l);
 // The cache in a memory that can be evicted: the memory itself, its global half (iSWA), its attention part (hybrid).
 llama_kv_cache * evictable_cache(llama_memory_i * memory);
 
+// The kept rows of a layer that holds n, in new memory. (criticalkv-compaction.cpp)
+kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t capacity, const head_lists & keep);
+
 // Scores of one layer: [n_head_kv][n - window], row by row.
 struct layer_scores {
     std::vector<float> attn;
     std::vector<float> norm;
 };
+
+struct slots_snapshot;
+
+// Called as a prompt is read: layer, tokens of it that are through. Throws to stop.
+using progress = std::function<void(int32_t il, int32_t n_done)>;
 
 // What the attention of one layer hands to the capture hook.
 struct attention_call {
@@ -161,15 +176,25 @@ class store {
     void state_check_cells(uint32_t n_cells) const;
     void state_commit();
 
+    // The callback with which a graph shall be built: `cb`, unless a prompt is being read layer by layer.
+    static llm_graph_cb window_callback(llama_memory_i * memory, llm_graph_result * res, llm_graph_cb cb);
+
     // ---- for the C API -----------------------------------------------------------------------------------------------
 
     store(llama_kv_cache & cache, const llama_model & model, const llama_cparams & cparams,
           const criticalkv_params & params, llama_context & owner);
 
-    void                 check_layers() const;
-    void                 reserve(llama_context & lctx, int64_t n);
-    void                 evict(llama_context & lctx, int32_t budget, int32_t slack);
-    layer_scores         scores(llama_context & lctx, int32_t il);
+    void         check_layers() const;
+    void         reserve(llama_context & lctx, int64_t n);
+    void         evict(llama_context & lctx, int32_t budget, int32_t slack);
+    layer_scores scores(llama_context & lctx, int32_t il);
+
+    // Exact prefill (criticalkv-prefill.h). refuse_prefill: why this model cannot be read layer by layer, "" if it can.
+    std::string refuse_prefill(llama_context & lctx);
+    void        read_prompt(llama_context & lctx, const int32_t * tokens, int32_t n, int32_t budget, int32_t slack,
+                            const progress & report);
+    void        cancel_prompt(llama_context & lctx);
+
     criticalkv_stats     stats() const;
     std::vector<int32_t> positions(const layer & l, int32_t head) const;
     std::vector<float>   read(llama_context & lctx, int32_t which, int32_t il) const;
@@ -185,6 +210,9 @@ class store {
 
     // Changes with the memory behind K and V: a graph built under another version must not be used again.
     int64_t memory_version = 0;
+
+    // Whether graphs are of one layer, with a place in the prompt, and so never the same.
+    bool is_reading() const { return reading != nullptr; }
 
     // Called by the input of a captured graph: the query of `pos` is being written to its row of the ring.
     void note_query(int32_t pos);
@@ -203,15 +231,11 @@ class store {
         layer_scores * out    = nullptr;  // of SCORE
     };
 
-    // Per layer and KV head, ascending.
-    using keep_lists     = std::vector<std::vector<std::vector<int32_t>>>;  // slots
-    using kept_positions = std::vector<std::vector<std::vector<int32_t>>>;  // original positions
-
     // A state blob that was read and checked, until the cache has read its part.
     struct loaded_state {
         state_header                    header = {};
         std::vector<int32_t>            query_pos;
-        kept_positions                  kept;
+        layer_lists                     kept;
         std::vector<std::vector<float>> queries;  // [layer], the rings
     };
 
@@ -227,6 +251,8 @@ class store {
     int64_t                evicted_capacity(int64_t n_keep, int64_t slack) const;
     int64_t                bytes_allocated() const;
     void                   note_allocated(int64_t bytes);
+    int64_t                bytes_entries() const;
+    void                   note_entries();
     void                   resize_layer(layer & l, int64_t capacity);
     void                   resize(int64_t capacity);
     void                   shrink_layers(int64_t capacity);
@@ -234,16 +260,34 @@ class store {
     void                   check_loaded(const loaded_state & state) const;
     void                   allocate();
     void                   run(llama_context & lctx, const request & what);
+    void                   expect_buffer_sizes(llama_context & lctx);
 
     std::vector<lora_part> loras_of(const llama_context & lctx, const layer & l) const;
     layer_scores           compute_scores(llama_context & lctx, layer & l);
-    kept_positions         positions_of(const keep_lists & keep) const;
-    keep_lists             choose(llama_context & lctx, int32_t budget);
+    head_lists             positions_of(const layer & l, const head_lists & keep) const;
+    head_lists             choose_layer(llama_context & lctx, layer & l, int32_t budget);
     bool                   compacts_in_place(int64_t capacity) const;
-    void                   compact_in_place(const keep_lists & keep) noexcept;
-    std::vector<kv_rows>   compact(llama_context & lctx, const keep_lists & keep, int64_t capacity);
-    void                   commit(kept_positions kept, std::vector<kv_rows> rows);
+    void                   compact_in_place(const layer_lists & keep) noexcept;
+    std::vector<kv_rows>   compact(llama_context & lctx, const layer_lists & keep, int64_t capacity);
+    void                   commit(layer_lists kept, std::vector<kv_rows> rows);
     void                   run_eviction(llama_context & lctx, int32_t budget, int32_t slack);
+    void                   finish_prompt(llama_context & lctx, int32_t budget, int32_t slack);
+
+    std::vector<llama_kv_cache *>           caches() const;
+    slots_snapshot                          take_snapshot() const;
+    void                                    rewind(const slots_snapshot & s);
+    std::unordered_set<const ggml_tensor *> memory_tensors() const;
+    ggml_context_ptr                        make_hidden(int64_t n) const;
+    ggml_cgraph * build_window(llama_context & lctx, llm_graph_result & res, const llama_ubatch & ubatch,
+                               const llama_memory_context_i * mctx);
+    std::string   examine_windows(llama_context & lctx);
+    void          run_window(llama_context & lctx, llm_graph_result & res, llama_memory_context_i & mctx);
+    layer *       evictable_layer(int32_t il);
+    void          enter_layer(int32_t il, const slots_snapshot & slots);
+    void          leave_layer(llama_context & lctx, layer & l, int64_t capacity);
+    void          read_layers(llama_context & lctx, const std::vector<llama_batch_ext> & batches, int64_t capacity,
+                              const progress & report);
+    void          forget_graphs(llama_context & lctx);
 
     llama_kv_cache &    cache;
     const llama_model & model;
@@ -263,9 +307,15 @@ class store {
     criticalkv_status             failure_status = CRITICALKV_OK;
     std::unique_ptr<loaded_state> loaded;
 
-    int32_t          entries_peak = 0;
-    int64_t          bytes_peak   = 0;   // allocated for K and V
-    criticalkv_stats counters     = {};  // evictions and seconds only
+    std::unique_ptr<prefill> reading;  // a prompt that is read layer by layer, until it is evicted or given up
+    bool                     windows_examined = false;
+    std::string              windows_refused;
+
+    int64_t          bytes_hidden_peak  = 0;
+    int32_t          entries_peak       = 0;
+    int64_t          bytes_entries_peak = 0;
+    int64_t          bytes_peak         = 0;   // allocated for K and V
+    criticalkv_stats counters           = {};  // evictions and seconds only
 
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> buffers;
 };

@@ -1,0 +1,303 @@
+"""Exact prefill: a prompt read layer by layer leaves what an ordinary prefill that is evicted at its end leaves."""
+
+from __future__ import annotations
+
+import signal
+
+import numpy as np
+import pytest
+from helpers import greedy, kept, last_logits
+from pycriticalkv._native import lib
+from test_families import FAMILIES
+
+from pycriticalkv import KVPolicy
+
+UBATCH = 32
+BUDGET = 80
+COMMON = {"kv_budget": BUDGET, "n_ctx": 2048, "n_batch": 2 * UBATCH, "n_ubatch": UBATCH}
+
+
+@pytest.fixture
+def both(load):
+    """The same model twice, read in both ways."""
+
+    def make(path, **arguments):
+        return [load(path, prefill=prefill, **{**COMMON, **arguments}) for prefill in ("exact", "full")]
+
+    return make
+
+
+@pytest.fixture
+def model(make_tiny):
+    def make(arch):
+        return make_tiny(arch=arch, n_layer=4, n_head=4, head_dim=64, wo_type="F32", weight_type="F32")
+
+    return make
+
+
+def assert_same(exact, full):
+    assert exact.n_tokens == full.n_tokens
+    assert kept(exact) == kept(full)
+    assert np.array_equal(last_logits(exact), last_logits(full))
+    for il in full._kv_store.layers():
+        for which in "kv":
+            assert np.array_equal(exact._kv_store.read(which, il), full._kv_store.read(which, il))
+
+
+def read_and_go_on(llms, tokens):
+    """A prompt, some tokens, a long and a short turn; the same after each."""
+    steps = [tokens(300), *([token] for token in tokens(40, seed=2)), tokens(200, seed=3), tokens(9, seed=4), [5]]
+    for step in steps:
+        for llm in llms:
+            llm.eval(step)
+        assert_same(*llms)
+
+
+@pytest.mark.parametrize("kind", [1, 8, 2])  # f16, q8_0, q4_0
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_exact_equals_full(model, both, tokens, arch, kind):
+    llms = both(model(arch), type_k=kind, type_v=kind)
+    read_and_go_on(llms, tokens)
+    exact, full = (llm.kv_stats() for llm in llms)
+    assert exact.evictions == full.evictions >= 2
+    assert exact.bytes_peak < full.bytes_peak
+    assert exact.bytes_allocated_peak < full.bytes_allocated_peak
+    assert full.bytes_hidden_peak == 0
+    assert exact.bytes_hidden_peak >= 300 * llms[0].n_embd() * 4
+    assert (exact.prefill, full.prefill) == ("exact", "full")
+
+
+@pytest.mark.parametrize("policy", ["criticalkv", "snapkv", "streamingllm", "random", KVPolicy(norm="l2", window=32)])
+def test_every_policy(tiny, both, tokens, policy):
+    read_and_go_on(both(tiny, kv_policy=policy), tokens)
+
+
+@pytest.mark.parametrize("n", [BUDGET + 1, 97, 128, 129, 1000])
+def test_every_length(tiny, both, tokens, n):
+    llms = both(tiny, kv_budget=BUDGET)
+    for llm in llms:
+        llm.eval(tokens(n))
+    assert_same(*llms)
+
+
+def test_a_share(tiny, both, tokens):
+    read_and_go_on(both(tiny, kv_budget=0.3), tokens)
+
+
+def test_text_of_generate(tiny, both, tokens):
+    exact, full = both(tiny)
+    for prompt in (tokens(300), tokens(300) + tokens(100, seed=2), tokens(400, seed=3)):
+        assert greedy(exact, prompt, 20) == greedy(full, prompt, 20)
+        assert_same(exact, full)
+
+
+def test_all_logits(tiny, both, tokens):
+    exact, full = both(tiny, logits_all=True)
+    for llm in (exact, full):
+        llm.eval(tokens(300))
+    assert np.array_equal(exact.scores[:300], full.scores[:300])
+
+
+def test_states_go_from_one_to_the_other(tiny, both, tokens):
+    exact, full = both(tiny)
+    exact.eval(tokens(300))
+    full.load_state(exact.save_state())
+    for llm in (exact, full):
+        llm.eval(tokens(150, seed=2))
+    assert_same(exact, full)
+
+
+def test_smollm2(smollm2, both):
+    exact, full = both(smollm2, n_batch=512, n_ubatch=128, n_threads_batch=2)
+    text = ("The miller kept the key of the tower under the third stone. " * 40).encode()
+    prompt = exact.tokenize(text)
+    assert greedy(exact, prompt, 64) == greedy(full, prompt, 64)
+    assert_same(exact, full)
+
+
+def test_auto_is_exact(tiny, load, tokens):
+    llm = load(tiny, **COMMON)
+    llm.eval(tokens(300))
+    assert llm.kv_stats().prefill == "exact"
+    assert llm.kv_stats().bytes_hidden_peak > 0
+
+
+def test_a_prompt_of_one_ubatch_is_read_whole(tiny, load, tokens):
+    llm = load(tiny, prefill="exact", kv_budget=24, n_ctx=2048, n_ubatch=512)
+    llm.eval(tokens(300))
+    assert llm.kv_stats().bytes_hidden_peak == 0
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefill", ["layerwise", "", "Exact"])
+def test_an_unknown_mode(tiny, load, prefill):
+    with pytest.raises(ValueError, match="prefill=.*allowed is one of auto, exact, full"):
+        load(tiny, kv_budget=64, prefill=prefill)
+
+
+def test_a_mode_of_the_wrong_type(tiny, load):
+    with pytest.raises(TypeError, match="prefill=None"):
+        load(tiny, kv_budget=64, prefill=None)
+    with pytest.raises(TypeError, match="prefill_progress=3"):
+        load(tiny, kv_budget=64, prefill_progress=3)
+
+
+def test_a_mode_without_a_budget(tiny, load):
+    with pytest.raises(ValueError, match="prefill='exact' has no effect without kv_budget"):
+        load(tiny, prefill="exact")
+
+
+def test_the_store_refuses_what_it_cannot_read(tiny, load, tokens):
+    llm = load(tiny, **COMMON)
+    store = llm._kv_store
+    with pytest.raises(ValueError, match="budget is 3"):
+        store.prefill(tokens(300), 3)
+    with pytest.raises(ValueError, match="fits the budget"):
+        store.prefill(tokens(30), BUDGET)
+    with pytest.raises(ValueError, match="n is 3000"):
+        store.prefill(tokens(3000), BUDGET)
+    with pytest.raises(ValueError, match="token 299 is 10000000, which is not in the vocabulary"):
+        store.prefill([*tokens(299), 10_000_000], BUDGET)
+    llm.eval(tokens(300))
+    assert llm.n_tokens == 300
+
+
+def test_between_the_parts_of_a_prompt_nothing_else_goes(tiny, load, tokens):
+    llm = load(tiny, **COMMON)
+    store = llm._kv_store
+    store.prefill(tokens(300), BUDGET)
+    refused = [
+        lambda: store.evict(BUDGET),
+        lambda: store.scores(0, 16),
+        lambda: store.reserve(500),
+        lambda: store.prefill(tokens(300), BUDGET, progress=lambda il, done: llm.kv_positions(0)),
+    ]
+    for call in refused:
+        with pytest.raises(RuntimeError):
+            call()
+    store.prefill(tokens(300), BUDGET)
+    store.cancel_prefill()
+    fresh = load(tiny, **{**COMMON, "prefill": "full"})
+    for each in (llm, fresh):
+        each.eval(tokens(200, seed=2))
+    assert_same(llm, fresh)
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+class Interrupt(BaseException):
+    """Ctrl-C."""
+
+
+def conversations(path, load, **arguments):
+    """An empty cache, and one with an evicted conversation, with another of the same content for comparison."""
+    for n in (0, 200):
+        pair = [load(path, **{**COMMON, **arguments}) for _ in range(2)]
+        for llm in pair:
+            if n > 0:
+                llm.eval(np.random.default_rng(7).integers(10, 440, n).tolist())
+                llm.eval([7])
+        yield pair
+
+
+@pytest.mark.parametrize("prefill", ["exact", "full"])
+@pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
+def test_interrupted_at_every_tenth_report(model, load, tokens, arch, prefill):
+    for llm, other in conversations(model(arch), load, prefill=prefill):
+        short = tokens(12, seed=5)
+        state = other.save_state()
+        for each in (llm, other):  # a state has its own slots for sliding windows, and sums go in the order of slots
+            if state.n_tokens:
+                each.load_state(state)
+        stopped = 0
+        for stop in range(1, 400, 10):
+            reports = 0
+
+            def report(done, total, stop=stop):
+                nonlocal reports
+                reports += 1
+                assert 0 <= done <= total == 300
+                if reports == stop:
+                    raise Interrupt
+
+            llm.prefill_progress = report
+            before = llm.n_tokens
+            try:
+                llm.eval(tokens(300, seed=stop))
+            except Interrupt:
+                stopped += 1
+            else:
+                break
+            assert llm.n_tokens in ((before,) if arch == "llama" or prefill == "exact" else (before, 0))
+            llm.prefill_progress = None
+            if llm.n_tokens == 0:
+                other.reset()
+            elif prefill == "exact":
+                assert kept(llm) == kept(other)
+            for each in (llm, other):
+                each.eval(short)
+            if arch == "gemma3" and prefill == "full":  # taken back, so the slots differ
+                assert np.allclose(last_logits(llm), last_logits(other), rtol=1e-3, atol=1e-3)
+            else:
+                assert np.array_equal(last_logits(llm), last_logits(other))
+            for each in (llm, other):
+                each.reset()
+                if state.n_tokens:
+                    each.load_state(state)
+        assert stopped >= (3 if prefill == "exact" else 1)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "full"])
+def test_progress_goes_up_to_the_end(tiny, load, tokens, prefill):
+    seen = []
+    llm = load(tiny, **COMMON, prefill=prefill, prefill_progress=lambda *progress: seen.append(progress))
+    llm.eval(tokens(300))
+    assert seen == sorted(seen)
+    assert seen[-1] == (300, 300)
+    assert len(seen) > 4
+
+
+def test_the_kth_allocation_fails(tiny, load, tokens):
+    """Of rows, hidden states, or scratch: the cache is as it was before the prompt."""
+    for llm, other in conversations(tiny, load, prefill="exact"):
+        failed = 0
+        for k in range(1, 51):
+            before = llm.n_tokens, kept(llm)
+            lib.criticalkv_fail_allocation(k)
+            try:
+                llm.eval(tokens(300, seed=2))
+            except MemoryError as e:
+                assert "no memory" in str(e)
+                failed += 1
+            else:
+                break
+            finally:
+                lib.criticalkv_fail_allocation(0)
+            assert (llm.n_tokens, kept(llm)) == before
+            short = tokens(5, seed=k)
+            for each in (llm, other):
+                each.eval(short)
+            assert np.array_equal(last_logits(llm), last_logits(other))
+        assert failed >= 5
+
+
+def test_a_signal_stops_a_prompt(smollm2, load):
+    """Ctrl-C arrives while the graphs run."""
+    llm = load(smollm2, kv_budget=200, n_ctx=8192, n_threads_batch=2)
+    prompt = llm.tokenize(("The miller kept the key of the tower. " * 500).encode())
+    before = signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        with pytest.raises(KeyboardInterrupt):
+            llm.eval(prompt)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert llm.n_tokens == 0
+    fresh = load(smollm2, kv_budget=200, n_ctx=8192, n_threads_batch=2)
+    for each in (llm, fresh):
+        each.eval(prompt[:300])
+    assert np.array_equal(last_logits(llm), last_logits(fresh))
