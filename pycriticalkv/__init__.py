@@ -12,7 +12,8 @@ import llama_cpp  # noqa: E402
 
 from pycriticalkv.llama import Llama  # noqa: E402  (llama_cpp may be imported only after bind())
 from pycriticalkv.policy import PRESETS, KVPolicy  # noqa: E402
+from pycriticalkv.prefill import Stream  # noqa: E402
 from pycriticalkv.stats import KVStats  # noqa: E402
 
-__all__ = ["PRESETS", "KVPolicy", "KVStats", "Llama", "llama_cpp"]
+__all__ = ["PRESETS", "KVPolicy", "KVStats", "Llama", "Stream", "llama_cpp"]
 __version__ = "0.1.0"

@@ -16,9 +16,22 @@ import numpy.typing as npt
 
 from pycriticalkv import state as state_file
 from pycriticalkv.policy import Budget, KVPolicy, resolve_policy
-from pycriticalkv.prefill import Progress, check_prefill, check_progress, choose_mode, layer_progress
+from pycriticalkv.prefill import (
+    MOST_PEEKED,
+    Prefill,
+    Progress,
+    Stream,
+    check_prefill,
+    check_progress,
+    chunks,
+    layer_progress,
+    parse_memory,
+)
 from pycriticalkv.stats import KVStats
 from pycriticalkv.store import Store, last_error, prepared
+
+# tokens that a chat template may put after a message
+TEMPLATE_TAIL = 8
 
 # cache types that can be evicted
 GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"}
@@ -47,8 +60,13 @@ class Llama(llama_cpp.Llama):
             default.
         prefill: How a prompt longer than the budget is read. ``"full"``: whole, and then evicted, so its whole cache is
             there once. ``"exact"``: layer by layer, each evicted before the next is read, so only one layer ever holds
-            the whole prompt; entries kept, logits and text are those of ``"full"``. ``"auto"``: exact, or full with a
-            warning if the model cannot be read layer by layer.
+            the whole prompt; entries kept, logits and text are those of ``"full"``. ``"stream"``: in chunks, evicted
+            after each, so the cache never holds more than budget, slack and a chunk; what to keep is chosen with a look
+            at the end of the prompt. ``"auto"``: exact, or full with a warning if the model cannot be read layer by
+            layer.
+        kv_memory_limit: Bytes, or a string such as "2GiB". A prompt for which exact (or full) prefill would need more
+            than this, hidden states and all, is streamed. For ``prefill="auto"`` only.
+        stream: How ``"stream"`` chooses, a ``Stream``.
         prefill_progress: Called as a prompt is read, with the tokens done and the tokens in all. What it raises stops
             the prompt.
         n_ctx: Limit of positions. With a budget the default is the model's own context, without one it is
@@ -75,6 +93,8 @@ class Llama(llama_cpp.Llama):
         kv_budget: int | float | None = None,
         kv_policy: str | KVPolicy | None = None,
         prefill: str = "auto",
+        kv_memory_limit: int | str | None = None,
+        stream: Stream | None = None,
         prefill_progress: Progress | None = None,
         n_ctx: int | None = None,
         flash_attn: bool | None = None,
@@ -87,9 +107,16 @@ class Llama(llama_cpp.Llama):
             "kv_budget": kv_budget,
             "kv_policy": kv_policy,
             "prefill": prefill,
+            "kv_memory_limit": kv_memory_limit,
+            "stream": stream,
             "prefill_progress": prefill_progress,
         }
-        self._kv_prefill = check_prefill(prefill)
+        if stream is not None and not isinstance(stream, Stream):
+            raise TypeError(f"stream={stream!r}: allowed is a pycriticalkv.Stream")
+        self._kv_prefill = Prefill(check_prefill(prefill), stream or Stream(), parse_memory(kv_memory_limit))
+        self._kv_mode = self._kv_prefill.mode  # of the last prompt over the budget
+        self._kv_asked = 0  # tokens at the end of the next prompt that a chat's last user message takes
+        self.question: str | None = None
         self.prefill_progress = check_progress(prefill_progress)
         self._kv_prompt_next: bool | None = None
         self._kv_prompt_logits: npt.NDArray[np.single] | None = None  # after the prompt that was evicted last
@@ -97,8 +124,9 @@ class Llama(llama_cpp.Llama):
         if kv_budget is None:
             if kv_policy is not None:
                 raise ValueError(f"kv_policy={kv_policy!r} has no effect without kv_budget; give kv_budget too")
-            if prefill != "auto":
-                raise ValueError(f"prefill={prefill!r} has no effect without kv_budget; give kv_budget too")
+            for name, value in (("prefill", prefill), ("kv_memory_limit", kv_memory_limit), ("stream", stream)):
+                if value not in (None, "auto"):
+                    raise ValueError(f"{name}={value!r} has no effect without kv_budget; give kv_budget too")
             given = {"n_ctx": n_ctx, "flash_attn": flash_attn}
             super().__init__(model_path, **{k: v for k, v in given.items() if v is not None}, **kwargs)
             self._check_adapter()
@@ -124,7 +152,10 @@ class Llama(llama_cpp.Llama):
             self.close()
             raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {e}") from None
         try:
-            self._kv_prefill = choose_mode(prefill, self._kv_store.check_prefill)
+            self._kv_prefill = self._kv_prefill.check(
+                self._kv_policy.window, self._kv_store.check_prefill, self._kv_store.check_peek
+            )
+            self._kv_mode = self._kv_prefill.mode
         except ValueError:
             self.close()
             raise
@@ -205,6 +236,18 @@ class Llama(llama_cpp.Llama):
         finally:
             self._kv_prompt_next = None
 
+    def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``llama_cpp.Llama.create_chat_completion``. A stream peeks at the last user message."""
+        self._kv_asked = self._tokens_asked(messages)
+        return super().create_chat_completion(messages, *args, **kwargs)
+
+    def _tokens_asked(self, messages: Any) -> int:
+        """Tokens at the end of a chat's prompt that its last user message takes, about."""
+        asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
+        if not asked or not isinstance(asked[-1], str):
+            return 0
+        return len(self.tokenize(asked[-1].encode(), add_bos=False, special=False)) + TEMPLATE_TAIL
+
     def reset(self) -> None:
         """Forget the conversation."""
         super().reset()
@@ -261,30 +304,86 @@ class Llama(llama_cpp.Llama):
         slack = self._kv_policy.slack_for(budget)
         limit = budget + slack if stats.evicted else budget
         evicts = stats.n_entries + len(tokens) > limit
-        if evicts and self._kv_prefill == "exact" and len(tokens) > self.context_params.n_ubatch:
-            # all but the last layer, which is left to the ordinary evaluation
-            n_layer = llama_cpp.llama_model_n_layer(self.model)
-            progress = layer_progress(self.prefill_progress, n_layer, len(tokens))
-            self._kv_store.prefill(tokens, budget, slack, progress)
-            self._eval_batches(tokens, len(tokens) * (n_layer - 1) // n_layer)
+        mode = self._mode_for(tokens, stats) if evicts else "full"
+        if mode == "exact":
+            self._read_layers(tokens, budget, slack)
+        elif mode == "stream":
+            self._read_stream(tokens, budget, slack)
         else:
             self._kv_store.reserve(int(stats.n_entries) + len(tokens))
-            self._eval_batches(tokens, 0)
-        self._kv_entries = budget
+            self._eval_batches(tokens, 0, len(tokens))
+        self._kv_entries, self._kv_asked = budget, 0
         if evicts:
             self._kv_prompt_logits = None
             self._evict(budget)
             row = llama_cpp.llama_get_logits_ith(self.ctx, -1)
             self._kv_prompt_logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,)).copy()
 
-    def _eval_batches(self, tokens: Sequence[int], n_done: int) -> None:
-        """Evaluate tokens, of which as many as `n_done` stand for have been reported already."""
+    def _mode_for(self, tokens: Sequence[int], stats: Any) -> str:
+        """How a prompt over the budget is read. One of no more than a ubatch is in memory at once anyway."""
+        if len(tokens) <= self.context_params.n_ubatch:
+            return "full"
+        mode, limit = self._kv_prefill.mode, self._kv_prefill.memory_limit
+        if limit is not None:
+            rows = int(stats.n_entries) + len(tokens)
+            needed = rows * int(stats.bytes_per_token)
+            if mode == "exact":
+                needed = needed // int(stats.n_layer) + 4 * len(tokens) * self.n_embd()
+            mode = "stream" if needed > limit else mode
+        self._kv_mode = mode
+        return mode
+
+    def _read_layers(self, tokens: Sequence[int], budget: int, slack: int) -> None:
+        """All layers but the last; that one is left to the ordinary evaluation."""
+        n_layer = llama_cpp.llama_model_n_layer(self.model)
+        self._kv_store.prefill(tokens, budget, slack, layer_progress(self.prefill_progress, n_layer, len(tokens)))
+        self._eval_batches(tokens, len(tokens) * (n_layer - 1) // n_layer, len(tokens))
+
+    def _read_stream(self, tokens: Sequence[int], budget: int, slack: int) -> None:
+        """Chunk by chunk, evicted between them; the cache before is saved, in case that this is stopped."""
+        settings, store = self._kv_prefill.stream, self._kv_store
+        peeked = self._peeked(tokens) if settings.observe != "window" else []
+        chunk = settings.chunk or self.context_params.n_ubatch
+        sizes = chunks(len(tokens), chunk, len(peeked))
+        room = slack + chunk + len(peeked)
+        before = self.save_state() if self.n_tokens > 0 else None
+        first = self.n_tokens + len(tokens) - len(peeked)
+        try:
+            store.reserve(min(int(store.stats().n_entries) + len(tokens), budget + room + len(peeked)))
+            if settings.observe == "peek":
+                store.peek(peeked, first)
+            done = 0
+            for size in sizes:
+                if store.stats().n_entries + size > budget + room:
+                    if settings.observe == "re-peek":
+                        store.peek(peeked, first)
+                    store.evict(budget, room)
+                self._eval_batches(tokens[done : done + size], done, len(tokens))
+                done += size
+            store.peek([], 0)
+        except BaseException:
+            self.reset()
+            if before is not None:
+                self.load_state(before)
+            raise
+
+    def _peeked(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens that a stream peeks at: the question that was named, or the last ones of the prompt."""
+        most = self._kv_policy.window + MOST_PEEKED
+        if self.question is not None:
+            named = self.tokenize(self.question.encode(), add_bos=False, special=False)
+            if named:
+                return list(named[-min(most, len(tokens)) :])
+        return list(tokens[-min(most, max(self._kv_prefill.stream.tokens, self._kv_asked)) :])
+
+    def _eval_batches(self, tokens: Sequence[int], n_done: int, n_all: int) -> None:
+        """Evaluate tokens that come after `n_done` of `n_all`, or stand for all that is left of them."""
+        end = n_done + len(tokens) if n_done + len(tokens) < n_all else n_all
         for i in range(0, len(tokens), self.n_batch):
             batch = tokens[i : i + self.n_batch]
             super().eval(batch)
             if self.prefill_progress is not None:
-                done = n_done + (i + len(batch)) * (len(tokens) - n_done) // len(tokens)
-                self.prefill_progress(done, len(tokens))
+                self.prefill_progress(n_done + (i + len(batch)) * (end - n_done) // len(tokens), n_all)
 
     def _go_back(self, n_tokens: int, end: int) -> None:
         """After a failure: the cache as it was at `n_tokens`, or, if that is gone, an empty one.
@@ -293,7 +392,7 @@ class Llama(llama_cpp.Llama):
         """
         self._kv_store.cancel_prefill()
         held = int(self._kv_store.stats().n_tokens)
-        if held == n_tokens or self._ctx.kv_cache_seq_rm(-1, n_tokens, -1):
+        if held >= n_tokens and (held == n_tokens or self._ctx.kv_cache_seq_rm(-1, n_tokens, -1)):
             self.n_tokens = n_tokens
         elif not held == self.n_tokens == end:
             self.reset()
@@ -339,7 +438,8 @@ class Llama(llama_cpp.Llama):
             bytes_hidden_peak=int(s.bytes_hidden_peak),
             bytes_other=int(s.bytes_other),
             bytes_store=int(s.bytes_store),
-            prefill=self._kv_prefill,
+            prefill=self._kv_mode,
+            memory_limit=self._kv_prefill.memory_limit,
             evictions=int(s.n_evictions),
             seconds_score=float(s.seconds_score),
             seconds_select=float(s.seconds_select),

@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Integral
 
-# "exact": layer by layer, each layer evicted before the next is read. "full": whole, then evicted. Both keep the same
-# entries. "auto": exact where the model can be read so, else full.
-PREFILLS = ("auto", "exact", "full")
+# "full": whole, then evicted. "exact": layer by layer, each layer evicted before the next is read; keeps the same
+# entries. "stream": in chunks, evicted after each. "auto": exact where the model can be read so, else full; stream
+# where that would need more than kv_memory_limit.
+PREFILLS = ("auto", "exact", "full", "stream")
+
+OBSERVERS = ("re-peek", "peek", "window")
+MOST_PEEKED = 32  # beyond the policy's window: what the store has room for
 
 # Called with the tokens read so far and the tokens of the prompt.
 Progress = Callable[[int, int], None]
+
+UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How ``prefill="stream"`` chooses what to keep before it has seen the end of the prompt.
+
+    Args:
+        observe: Whose attention ranks the entries. ``"re-peek"``: the prompt's last tokens, run over what is in the
+            cache at that eviction. ``"peek"``: the same tokens, but run once, before the prompt. ``"window"``: the last
+            tokens of what has been read, which do not know the question.
+        tokens: How many of the prompt's last tokens are peeked at; in a chat, at least as many as the last user message
+            has. At most the policy's window + 32.
+        chunk: Tokens that are read between two evictions; ``None``: one ubatch.
+
+    Raises:
+        ValueError: A value is not one of these.
+    """
+
+    observe: str = "re-peek"
+    tokens: int = 32
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value."""
+        if self.observe not in OBSERVERS:
+            raise ValueError(f"observe={self.observe!r}: allowed is one of {', '.join(OBSERVERS)}")
+        for name in ("tokens", "chunk"):
+            value = getattr(self, name)
+            if name == "chunk" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral) or not 1 <= int(value) < 2**31:
+                raise ValueError(f"{name}={value!r}: allowed is an int from 1 to 2**31 - 1")
 
 
 def check_prefill(prefill: str) -> str:
@@ -29,22 +70,71 @@ def check_progress(progress: Progress | None) -> Progress | None:
     return progress
 
 
-def choose_mode(prefill: str, check_model: Callable[[], None]) -> str:
-    """What "auto" means for a model: `check_model` raises ValueError if it cannot be read layer by layer.
+def parse_memory(limit: int | str | None) -> int | None:
+    """Bytes of ``kv_memory_limit``: an int, or a number with a unit such as "2GiB" or "500 MB"."""
+    if limit is None:
+        return None
+    if isinstance(limit, bool) or not isinstance(limit, int | str):
+        raise TypeError(f'kv_memory_limit={limit!r}: allowed are bytes (int) and strings such as "2GiB" or "500MB"')
+    number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b|)\s*", str(limit).lower())
+    bytes_ = int(float(number[1]) * UNITS[number[2]]) if number else 0
+    if bytes_ < 1:
+        raise ValueError(
+            f'kv_memory_limit={limit!r}: allowed are positive bytes, and strings such as "2GiB" or "500MB"'
+        )
+    return bytes_
 
-    Raises:
-        ValueError: ``"exact"`` was asked for and cannot be had.
-    """
-    if prefill == "full":
-        return prefill
-    try:
-        check_model()
-    except ValueError as e:
-        if prefill == "exact":
-            raise ValueError(f"prefill='exact': this model cannot be read layer by layer: {e}") from None
-        warnings.warn(f"prompts are read with prefill='full', which needs memory for all of them: {e}", stacklevel=3)
-        return "full"
-    return "exact"
+
+@dataclass(frozen=True)
+class Prefill:
+    """What a model was opened with: how its prompts are read."""
+
+    mode: str = "auto"
+    stream: Stream = Stream()
+    memory_limit: int | None = None  # bytes
+
+    def check(self, window: int, check_exact: Callable[[], None], check_peek: Callable[[], None]) -> Prefill:
+        """What it comes to for a model and a policy's window: mode "auto" becomes exact or full.
+
+        The two functions raise ValueError if the model cannot be read layer by layer, or be peeked with.
+
+        Raises:
+            ValueError: What was asked for cannot be had.
+        """
+        if self.memory_limit is not None and self.mode != "auto":
+            raise ValueError(f"kv_memory_limit has no effect with prefill={self.mode!r}; it lets prefill='auto' choose")
+        if self.stream.tokens > window + MOST_PEEKED:
+            raise ValueError(
+                f"tokens={self.stream.tokens}: Stream can peek at no more than the policy's window + {MOST_PEEKED} = "
+                f"{window + MOST_PEEKED}"
+            )
+        streams = self.mode == "stream" or self.memory_limit is not None
+        if streams and self.stream.observe != "window":
+            try:
+                check_peek()
+            except ValueError as e:
+                raise ValueError(
+                    f"prefill='stream' cannot peek with this model: {e}. Stream(observe='window') can be used"
+                ) from None
+        if self.mode in ("full", "stream"):
+            return self
+        try:
+            check_exact()
+        except ValueError as e:
+            if self.mode == "exact":
+                raise ValueError(f"prefill='exact': this model cannot be read layer by layer: {e}") from None
+            warnings.warn(
+                f"prompts are read with prefill='full', which needs memory for all of them: {e}", stacklevel=3
+            )
+            return Prefill("full", self.stream, self.memory_limit)
+        return Prefill("exact", self.stream, self.memory_limit)
+
+
+def chunks(n_tokens: int, size: int, tail: int) -> list[int]:
+    """Tokens of the chunks of a stream: each of `size`, and a last one that holds the `tail` peeked at whole."""
+    whole = max(0, n_tokens - tail) // size
+    rest = n_tokens - whole * size
+    return [size] * whole + ([rest] if rest else [])
 
 
 def layer_progress(progress: Progress | None, n_layer: int, n_tokens: int) -> Progress | None:

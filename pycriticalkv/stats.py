@@ -26,7 +26,8 @@ class KVStats:
         bytes_hidden_peak: Bytes of the hidden states that prefill="exact" kept between two layers, freed since.
         bytes_other: Bytes of what is not evicted: sliding-window layers, recurrent states.
         bytes_store: Bytes that eviction itself needs beside the cache (saved queries, Gram matrices).
-        prefill: How prompts longer than the budget are read.
+        prefill: How the last prompt over the budget was read, or the next will be.
+        memory_limit: ``kv_memory_limit`` in bytes.
         evictions: How many times entries were evicted.
         seconds_score: Time to score entries.
         seconds_select: Time to choose.
@@ -47,6 +48,7 @@ class KVStats:
     bytes_other: int
     bytes_store: int
     prefill: str
+    memory_limit: int | None
     evictions: int
     seconds_score: float
     seconds_select: float

@@ -189,6 +189,18 @@ class Store:
         """Give up a prefill that is not ended."""
         check(lib.criticalkv_prefill_cancel(self._ctx))
 
+    def check_peek(self) -> None:
+        """Raise ValueError when the model cannot be peeked with."""
+        check(lib.criticalkv_peek_check(self._ctx))
+
+    def peek(self, tokens: Sequence[int], pos: int) -> None:
+        """Let evictions ask what these tokens, at positions ``pos`` and up, attend to; none: the window again.
+
+        They are run over the cache as it is, which does not change.
+        """
+        ids = ffi.new("int32_t[]", [int(token) for token in tokens])
+        check(lib.criticalkv_peek(self._ctx, ids, len(tokens), pos))
+
     def reserve(self, n: int) -> None:
         """Make room for ``n`` entries per head; MemoryError if there is none, and the cache is then as it was."""
         check(lib.criticalkv_reserve(self._ctx, n))

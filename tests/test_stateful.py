@@ -24,6 +24,7 @@ from reference.select import select
 from tiny import write_tiny
 
 from pycriticalkv import KVPolicy, Llama
+from pycriticalkv.prefill import Progress
 from pycriticalkv.state import StateError
 
 N_LAYER, N_HEAD_KV, N_CTX = 2, 2, 512
@@ -353,6 +354,17 @@ def perform(llm: Llama, step: Step) -> None:
         llm.load_state(argument)
 
 
+def stop_at(report: int) -> Progress:
+    """Ctrl-C, when a prompt reports its progress for that time."""
+    left = iter(range(report - 1, -1, -1))
+
+    def progress(_done: int, _total: int) -> None:
+        if next(left, None) == 0:
+            raise KeyboardInterrupt
+
+    return progress
+
+
 def contents(llm: Llama) -> tuple[int, list[int], list[list[list[int]]]]:
     return llm.n_tokens, llm.input_ids[: llm.n_tokens].tolist(), kept(llm)
 
@@ -458,6 +470,28 @@ class FamilyMachine(RuleBasedStateMachine):
     def grow(self, n: int) -> None:
         self.llm._kv_store.reserve(n)
 
+    @rule(n=st.integers(40, 200), report=st.integers(1, 20))
+    def stop_a_prompt(self, n: int, report: int) -> None:
+        if not self.fits(n):
+            return
+        before = self.llm.save_state() if self.steps else None
+        held = contents(self.llm)
+        self.llm.prefill_progress = stop_at(report)
+        prompt = self.new_tokens(n)
+        try:
+            self.llm.eval(prompt)
+        except KeyboardInterrupt:
+            assert contents(self.llm) == held or (self.arch != "llama" and self.llm.n_tokens == 0)
+            if self.llm.n_tokens == 0:
+                self.steps = []
+            elif self.arch in SLIDING:  # see load
+                self.llm.load_state(before)
+                self.steps = [("load", before)]
+        else:
+            self.steps.append(("eval", prompt))
+        finally:
+            self.llm.prefill_progress = None
+
     @rule()
     def append_too_much(self) -> None:
         with pytest.raises(ValueError, match="exceed the context window"):
@@ -482,13 +516,15 @@ class FamilyMachine(RuleBasedStateMachine):
         assert np.array_equal(last_logits(self.llm), last_logits(self.replay))
 
 
-@pytest.mark.parametrize("arch", OTHER_FAMILIES)
-def test_random_sequences_of_other_families(make_tiny, arch):
+@pytest.mark.parametrize(
+    "arch,modes", [*((arch, ("exact", "full")) for arch in OTHER_FAMILIES), ("llama", ("stream", "stream"))]
+)
+def test_random_sequences_of_other_families(make_tiny, arch, modes):
     path = make_tiny(arch=arch, n_layer=4, n_head=4, head_dim=64)
     llm, replay = (
         Llama(path, kv_budget=BUDGET, kv_policy=POLICIES["critical-max"], n_ctx=N_CTX, verbose=False,
               n_threads=1, n_threads_batch=1, n_ubatch=32, prefill=prefill)
-        for prefill in ("exact", "full")
+        for prefill in modes
     )  # fmt: skip
     case = type("Machine", (FamilyMachine,), {"arch": arch, "llm": llm, "replay": replay}).TestCase
     case.settings = settings(

@@ -107,6 +107,23 @@ int criticalkv_prefill_cancel(llama_context * ctx) {
     return guarded([&] { store_of(ctx).cancel_prompt(*ctx); });
 }
 
+int criticalkv_peek(llama_context * ctx, const int32_t * tokens, int32_t n, int32_t pos) {
+    return guarded([&] {
+        if (n != 0) {
+            require_pointer(tokens, "tokens");
+        }
+        idle_store_of(ctx).peek(*ctx, tokens, n, pos);
+    });
+}
+
+int criticalkv_peek_check(llama_context * ctx) {
+    return guarded([&] {
+        if (const char * why = store_of(ctx).refuse_peek()) {
+            throw criticalkv::error(CRITICALKV_ERR_UNSUPPORTED, why);
+        }
+    });
+}
+
 int criticalkv_reserve(llama_context * ctx, int64_t n) {
     return guarded([&] { idle_store_of(ctx).reserve(*ctx, n); });
 }

@@ -2,95 +2,16 @@
 
 #include "criticalkv-error.h"
 #include "criticalkv-selection.h"
+#include "criticalkv-slots.h"
 #include "criticalkv-store.h"
 #include "llama-batch.h"
 #include "llama-context.h"
-#include "llama-kv-cache-iswa.h"
 #include "llama-kv-cache.h"
-#include "llama-memory-hybrid.h"
-#include "llama-memory-recurrent.h"
 #include "llama-model.h"
 
 #include <algorithm>
 
 namespace criticalkv {
-
-// ---- the context's memory ----------------------------------------------------------------------------------------------
-
-// The other half of the memory that the store's cache is in, which is not evicted.
-static llama_kv_cache * sliding_cache(llama_memory_i * memory) {
-    auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory);
-    return iswa != nullptr ? iswa->get_swa() : nullptr;
-}
-
-static llama_memory_recurrent * recurrent_states(llama_memory_i * memory) {
-    auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory);
-    return hybrid != nullptr ? hybrid->get_mem_recr() : nullptr;
-}
-
-// Which slots are taken, in all parts of the memory. Every layer starts from the same.
-struct slots_snapshot {
-    std::vector<std::vector<llama_kv_cells>>      cells;
-    std::vector<std::vector<uint32_t>>            heads;
-    std::vector<llama_memory_recurrent::mem_cell> states;
-    uint32_t                                      head = 0, used = 0, n = 0;
-    int32_t                                       rs_z = -1;
-};
-
-std::vector<llama_kv_cache *> store::caches() const {
-    std::vector<llama_kv_cache *> all = { &cache };
-    if (llama_kv_cache * swa = sliding_cache(owner.get_memory())) {
-        all.push_back(swa);
-    }
-    return all;
-}
-
-slots_snapshot store::take_snapshot() const {
-    slots_snapshot s;
-    for (const llama_kv_cache * c : caches()) {
-        s.cells.push_back(c->v_cells);
-        s.heads.push_back(c->v_heads);
-    }
-    if (const llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
-        s.states = r->cells;
-        s.head   = r->head;
-        s.used   = r->used;
-        s.n      = r->n;
-        s.rs_z   = r->rs_z;
-    }
-    return s;
-}
-
-void store::rewind(const slots_snapshot & s) {
-    const std::vector<llama_kv_cache *> all = caches();
-    for (size_t i = 0; i < all.size(); ++i) {
-        all[i]->v_cells = s.cells[i];
-        all[i]->v_heads = s.heads[i];
-    }
-    if (llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
-        r->cells = s.states;
-        r->head  = s.head;
-        r->used  = s.used;
-        r->n     = s.n;
-        r->rs_z  = s.rs_z;
-    }
-}
-
-std::unordered_set<const ggml_tensor *> store::memory_tensors() const {
-    std::unordered_set<const ggml_tensor *> all;
-    for (const llama_kv_cache * c : caches()) {
-        for (const auto & l : c->layers) {
-            all.insert({ l.k, l.v });
-        }
-    }
-    if (const llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
-        all.insert(r->r_l.begin(), r->r_l.end());
-        all.insert(r->s_l.begin(), r->s_l.end());
-        all.insert(r->p_l.begin(), r->p_l.end());
-    }
-    all.erase(nullptr);
-    return all;
-}
 
 int32_t entries_while_reading(const prefill & p, size_t i, int32_t il, int32_t n) {
     if (i < p.kept.size()) {
@@ -113,8 +34,8 @@ static int32_t n_layers(const llama_model & model) {
     return (int32_t) model.hparams.n_layer();
 }
 
-ggml_cgraph * store::build_window(llama_context & lctx, llm_graph_result & res, const llama_ubatch & ubatch,
-                                  const llama_memory_context_i * mctx) {
+ggml_cgraph * store::build_graph(llama_context & lctx, llm_graph_result & res, const llama_ubatch & ubatch,
+                                 const llama_memory_context_i * mctx) {
     const uint32_t n_outputs = lctx.n_outputs;
     lctx.n_outputs           = 0;
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
@@ -145,7 +66,7 @@ std::string store::examine_windows(llama_context & lctx) {
     std::string why;
     for (int32_t il = 0; il < n_layers(model) && why.empty(); ++il) {
         reading->window      = { il, il + 1 == n_layers(model) };
-        ggml_cgraph * gf     = build_window(lctx, res, ubatch, mctx.get());
+        ggml_cgraph * gf     = build_graph(lctx, res, ubatch, mctx.get());
         const char *  reason = refuse_window(*reading, gf, memory);
         if (reason != nullptr) {
             why = std::string(reason) + " (layer " + std::to_string(il) + ") [" + model.arch_name() + "]";
@@ -177,9 +98,7 @@ std::string store::refuse_prefill(llama_context & lctx) {
 
 // ---- reading a prompt --------------------------------------------------------------------------------------------------
 
-// The tokens in batches as llama_decode takes them, so that they are split into the same ubatches.
-static std::vector<llama_batch_ext> make_batches(llama_context & lctx, const int32_t * tokens, int32_t n,
-                                                 int32_t first) {
+std::vector<llama_batch_ext> make_batches(llama_context & lctx, const int32_t * tokens, int32_t n, int32_t first) {
     std::vector<llama_batch_ext> batches;
     for (int32_t i = 0; i < n; ++i) {
         if (i % (int32_t) lctx.n_batch() == 0) {
@@ -195,13 +114,13 @@ static std::vector<llama_batch_ext> make_batches(llama_context & lctx, const int
     return batches;
 }
 
-void store::run_window(llama_context & lctx, llm_graph_result & res, llama_memory_context_i & mctx) {
+void store::run_ubatch(llama_context & lctx, llm_graph_result & res, llama_memory_context_i & mctx) {
     if (!mctx.apply()) {
         throw error(CRITICALKV_ERR_STATE, "no slots for the prompt");
     }
     const llama_ubatch & ubatch = mctx.get_ubatch();
     ggml_backend_sched_reset(lctx.get_sched());
-    ggml_cgraph * gf = build_window(lctx, res, ubatch, &mctx);
+    ggml_cgraph * gf = build_graph(lctx, res, ubatch, &mctx);
     if (!ggml_backend_sched_alloc_graph(lctx.get_sched(), gf)) {
         throw error(CRITICALKV_ERR_MEMORY, "no memory for the compute buffer of a prompt");
     }
@@ -260,7 +179,7 @@ void store::read_layers(llama_context & lctx, const std::vector<llama_batch_ext>
                 throw error(CRITICALKV_ERR_STATE, "no slots for the prompt");
             }
             do {
-                run_window(lctx, res, *mctx);
+                run_ubatch(lctx, res, *mctx);
                 done += (int32_t) mctx->get_ubatch().n_tokens;
                 report(il, done);
             } while (mctx->next());

@@ -164,8 +164,30 @@ std::vector<lora_part> store::loras_of(const llama_context & lctx, const layer &
     return parts;
 }
 
+// Lends the first rows of a layer's ring to the queries of a peek.
+class borrowed_ring {
+  public:
+    borrowed_ring(ggml_tensor * ring, const std::vector<float> & queries) :
+        ring(ring), bytes(queries.size() * sizeof(float)), before(queries.size()) {
+        ggml_backend_tensor_get(ring, before.data(), 0, bytes);
+        ggml_backend_tensor_set(ring, queries.data(), 0, bytes);
+    }
+
+    ~borrowed_ring() { ggml_backend_tensor_set(ring, before.data(), 0, bytes); }
+
+  private:
+    ggml_tensor *      ring;
+    size_t             bytes;
+    std::vector<float> before;
+};
+
 layer_scores store::compute_scores(llama_context & lctx, layer & l) {
-    const std::vector<int32_t> queries = window_queries();
+    const bool                     peeked = !seen_by.pos.empty();
+    std::unique_ptr<borrowed_ring> borrowed;
+    if (peeked) {
+        borrowed = std::make_unique<borrowed_ring>(l.queries, seen_by.queries[&l - layers.data()]);
+    }
+    const std::vector<int32_t> queries = peeked ? seen_by.pos : window_queries();
     observation                o       = {};
     o.n                                = n_entries();
     o.n_before                         = o.n - params.window;
@@ -179,7 +201,7 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
     }
     o.mask.assign(o.n * o.m, 0.0f);
     for (int64_t t = 0; t < o.m; ++t) {
-        o.rows.push_back(queries[t] % ring());
+        o.rows.push_back(peeked ? (int32_t) t : queries[t] % ring());
         for (int64_t i = 0; i < o.n; ++i) {
             o.mask[t * o.n + i] = cells().pos_get((uint32_t) i) <= queries[t] ? 0.0f : -INFINITY;
         }

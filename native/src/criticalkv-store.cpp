@@ -220,6 +220,7 @@ criticalkv_stats store::stats() const {
 void store::on_clear(bool data) {
     memory_version += reading ? 1 : 0;  // graphs of a part of the model
     reading.reset();
+    seen_by = {};
     std::fill(query_pos.begin(), query_pos.end(), -1);
     for (layer & l : layers) {
         for (auto & head : l.kept) {
@@ -347,8 +348,10 @@ bool store::run_request(llama_context & lctx) {
         check_cells();
         if (what.what == request::EVICT) {
             run_eviction(lctx, what.budget, what.slack);
-        } else {
+        } else if (what.what == request::SCORE) {
             *what.out = compute_scores(lctx, layers[what.index]);
+        } else {
+            run_peek(lctx, what);
         }
     } catch (const error & e) {
         failure        = e.what();

@@ -98,6 +98,16 @@ struct layer_scores {
 
 struct slots_snapshot;
 
+// Queries that score in place of the window's: a peek at the question. (criticalkv-peek.cpp)
+struct observers {
+    std::vector<int32_t>            pos;      // [m] ascending, none of them in the cache
+    std::vector<std::vector<float>> queries;  // [layer][m * n_embd_k * n_head]
+};
+
+// The tokens in batches as llama_decode takes them, so that they are split into the same ubatches.
+// (criticalkv-prefill.cpp)
+std::vector<llama_batch_ext> make_batches(llama_context & lctx, const int32_t * tokens, int32_t n, int32_t first);
+
 // Called as a prompt is read: layer, tokens of it that are through. Throws to stop.
 using progress = std::function<void(int32_t il, int32_t n_done)>;
 
@@ -195,6 +205,12 @@ class store {
                             const progress & report);
     void        cancel_prompt(llama_context & lctx);
 
+    // From now on, until the cache is cleared or n is 0, evictions ask what these tokens at positions pos... attend to.
+    void peek(llama_context & lctx, const int32_t * tokens, int32_t n, int32_t pos);
+
+    // Why this memory cannot be peeked from, or nullptr.
+    const char * refuse_peek() const;
+
     criticalkv_stats     stats() const;
     std::vector<int32_t> positions(const layer & l, int32_t head) const;
     std::vector<float>   read(llama_context & lctx, int32_t which, int32_t il) const;
@@ -223,12 +239,15 @@ class store {
 
   private:
     struct request {
-        enum { NONE, EVICT, SCORE } what = NONE;
+        enum { NONE, EVICT, SCORE, PEEK } what = NONE;
 
         int32_t        budget = 0;        // of EVICT
         int32_t        slack  = 0;        // of EVICT
         size_t         index  = 0;        // of SCORE, in layers
         layer_scores * out    = nullptr;  // of SCORE
+
+        std::vector<int32_t> tokens;     // of PEEK
+        int32_t              first = 0;  // of PEEK
     };
 
     // A state blob that was read and checked, until the cache has read its part.
@@ -276,12 +295,15 @@ class store {
     std::vector<llama_kv_cache *>           caches() const;
     slots_snapshot                          take_snapshot() const;
     void                                    rewind(const slots_snapshot & s);
+    std::vector<std::vector<float>>         read_rings() const;
+    void                                    write_rings(const std::vector<std::vector<float>> & rings);
+    void                                    run_peek(llama_context & lctx, const request & what);
     std::unordered_set<const ggml_tensor *> memory_tensors() const;
     ggml_context_ptr                        make_hidden(int64_t n) const;
-    ggml_cgraph * build_window(llama_context & lctx, llm_graph_result & res, const llama_ubatch & ubatch,
-                               const llama_memory_context_i * mctx);
+    ggml_cgraph * build_graph(llama_context & lctx, llm_graph_result & res, const llama_ubatch & ubatch,
+                              const llama_memory_context_i * mctx);
     std::string   examine_windows(llama_context & lctx);
-    void          run_window(llama_context & lctx, llm_graph_result & res, llama_memory_context_i & mctx);
+    void          run_ubatch(llama_context & lctx, llm_graph_result & res, llama_memory_context_i & mctx);
     layer *       evictable_layer(int32_t il);
     void          enter_layer(int32_t il, const slots_snapshot & slots);
     void          leave_layer(llama_context & lctx, layer & l, int64_t capacity);
@@ -302,6 +324,7 @@ class store {
     int32_t              budget     = 0;  // of the last eviction
     int32_t              slack      = 0;  // entries over it that there is room for
 
+    observers                     seen_by;  // no positions: the window observes
     request                       asked;
     std::string                   failure;  // of the last request, "" if none
     criticalkv_status             failure_status = CRITICALKV_OK;

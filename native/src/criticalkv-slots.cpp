@@ -1,0 +1,77 @@
+#include "criticalkv-slots.h"
+
+#include "criticalkv-store.h"
+#include "llama-context.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid.h"
+
+namespace criticalkv {
+
+// The other half of the memory that the store's cache is in, which is not evicted.
+static llama_kv_cache * sliding_cache(llama_memory_i * memory) {
+    auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(memory);
+    return iswa != nullptr ? iswa->get_swa() : nullptr;
+}
+
+static llama_memory_recurrent * recurrent_states(llama_memory_i * memory) {
+    auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory);
+    return hybrid != nullptr ? hybrid->get_mem_recr() : nullptr;
+}
+
+std::vector<llama_kv_cache *> store::caches() const {
+    std::vector<llama_kv_cache *> all = { &cache };
+    if (llama_kv_cache * swa = sliding_cache(owner.get_memory())) {
+        all.push_back(swa);
+    }
+    return all;
+}
+
+slots_snapshot store::take_snapshot() const {
+    slots_snapshot s;
+    for (const llama_kv_cache * c : caches()) {
+        s.cells.push_back(c->v_cells);
+        s.heads.push_back(c->v_heads);
+    }
+    if (const llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
+        s.states = r->cells;
+        s.head   = r->head;
+        s.used   = r->used;
+        s.n      = r->n;
+        s.rs_z   = r->rs_z;
+    }
+    return s;
+}
+
+void store::rewind(const slots_snapshot & s) {
+    const std::vector<llama_kv_cache *> all = caches();
+    for (size_t i = 0; i < all.size(); ++i) {
+        all[i]->v_cells = s.cells[i];
+        all[i]->v_heads = s.heads[i];
+    }
+    if (llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
+        r->cells = s.states;
+        r->head  = s.head;
+        r->used  = s.used;
+        r->n     = s.n;
+        r->rs_z  = s.rs_z;
+    }
+}
+
+std::unordered_set<const ggml_tensor *> store::memory_tensors() const {
+    std::unordered_set<const ggml_tensor *> all;
+    for (const llama_kv_cache * c : caches()) {
+        for (const auto & l : c->layers) {
+            all.insert({ l.k, l.v });
+        }
+    }
+    if (const llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
+        all.insert(r->r_l.begin(), r->r_l.end());
+        all.insert(r->s_l.begin(), r->s_l.end());
+        all.insert(r->p_l.begin(), r->p_l.end());
+    }
+    all.erase(nullptr);
+    return all;
+}
+
+}  // namespace criticalkv
