@@ -357,7 +357,7 @@ class Llama(llama_cpp.Llama):
                 if store.stats().n_entries + size > budget + room:
                     if settings.observe == "re-peek":
                         store.peek(peeked, first)
-                    store.evict(budget, room)
+                    store.evict(budget, room + len(peeked))  # the memory of this loop
                 self._eval_batches(tokens[done : done + size], done, len(tokens))
                 done += size
             store.peek([], 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+from pycriticalkv._native import lib
 
 from pycriticalkv import Llama, llama_cpp
 
@@ -35,3 +36,35 @@ def kept(llm: Llama) -> list[list[list[int]]]:
 
 def entries(llm: Llama) -> int:
     return int(llm._kv_store.stats().n_entries)
+
+
+def fail_allocations(llm: Llama, other: Llama, prompt: list[int], conversation: list[int]) -> int:
+    """Let the k-th allocation fail while `llm` reads a prompt after a conversation, for k from 1 to 50.
+
+    It must then go on as `other` does: as if the prompt had not been there, or, where only shrinking failed, with it.
+    Returns how many times the prompt was refused.
+    """
+    failed = 0
+    for k in range(1, 51):
+        for each in (llm, other):
+            each.reset()
+            if conversation:
+                each.eval(conversation)
+                each.eval([7])
+        lib.criticalkv_fail_allocation(k)
+        refused = ""
+        try:
+            llm.eval(prompt)
+        except MemoryError as e:
+            refused = str(e)
+        lib.criticalkv_fail_allocation(0)
+        if refused:
+            assert "no memory" in refused
+            failed += 1
+        else:
+            other.eval(prompt)
+        assert (llm.n_tokens, kept(llm)) == (other.n_tokens, kept(other))
+        for each in (llm, other):
+            each.eval([5, 6, 8])
+        assert np.array_equal(last_logits(llm), last_logits(other))
+    return failed

@@ -60,16 +60,10 @@ def grow_too_far(llm: Llama) -> dict[str, Any]:
 def evict_without_memory(llm: Llama) -> dict[str, Any]:
     prefill_only(llm, text(4000))
     llm._kv_store.scores(0, 16)
-    before = kept(llm)
-    allow(30 * MIB)
-    out: dict[str, Any] = {}
-    try:
-        llm._kv_store.evict(3000)
-    except MemoryError as e:
-        out["error"] = str(e)
-    out["same"] = before == kept(llm) and llm.kv_stats().evictions == 0
-    allow(None)
+    allow(2 * MIB)
     llm._kv_store.evict(3000)
+    out: dict[str, Any] = {"allocated": llm.kv_stats().bytes_allocated}
+    allow(None)
     prefill_only(llm, text(10, seed=3))
     out["kept"], out["logits"] = kept(llm), last_logits(llm)
     return out

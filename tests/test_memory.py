@@ -148,14 +148,14 @@ def test_growing_without_memory_raises_and_changes_nothing(wide, load, tokens, t
     assert np.array_equal(got["logits"], last_logits(fresh))
 
 
-def test_evicting_without_memory_raises_and_changes_nothing(wide, load, tokens, tmp_path):
+def test_evicting_needs_no_memory(wide, load, tokens, tmp_path):
+    """Entries move within their buffers. What cannot shrink stays large."""
     skip_with_sanitizers()
     got = short_of_memory(wide, "evict", tmp_path / "out")
-    assert "asked for" in got["error"]
-    assert got["same"]
     fresh = load(wide, kv_budget=3000, n_ctx=8192, n_threads_batch=1)
     prefill_only(fresh, tokens(4000))
     fresh._kv_store.evict(3000)
+    assert got["allocated"] > fresh.kv_stats().bytes_allocated
     prefill_only(fresh, tokens(10, seed=3))
     assert got["kept"] == kept(fresh)
     assert np.array_equal(got["logits"], last_logits(fresh))

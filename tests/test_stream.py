@@ -7,8 +7,7 @@ import warnings
 import numpy as np
 import pytest
 from expected import AGGREGATES, NORMS, as_cached, output_projection, relative_error
-from helpers import entries, greedy, kept, last_logits, prefill_only
-from pycriticalkv._native import lib
+from helpers import entries, fail_allocations, greedy, kept, last_logits, prefill_only
 from reference import scores as reference
 
 from pycriticalkv import KVPolicy, Stream
@@ -367,18 +366,7 @@ def test_interrupted_at_every_report(pair, tokens):
     assert stopped == 9
 
 
-def test_the_kth_allocation_fails(pair, tokens):
-    llm, failed = pair[0], 0
-    for k in range(1, 51):
-        lib.criticalkv_fail_allocation(k)
-        try:
-            llm.eval(tokens(300, seed=2))
-        except MemoryError as e:
-            assert "no memory" in str(e)
-            failed += 1
-        else:
-            break
-        finally:
-            lib.criticalkv_fail_allocation(0)
-        assert_same_after(pair, tokens(5, seed=k))
-    assert failed >= 3
+def test_the_kth_allocation_fails(tiny, load, tokens):
+    llm, other = (load(tiny, prefill="stream", **COMMON) for _ in range(2))
+    for conversation in ([], tokens(200, seed=7)):
+        assert fail_allocations(llm, other, tokens(300, seed=2), conversation) >= 2

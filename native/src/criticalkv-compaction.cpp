@@ -76,10 +76,9 @@ kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t 
     return rows;
 }
 
-bool store::compacts_in_place(int64_t capacity) const {
-    return std::all_of(layers.begin(), layers.end(), [&](const layer & l) {
-        return l.rows.capacity == capacity && ggml_backend_buffer_is_host(l.rows.buf.get());
-    });
+bool store::is_on_host() const {
+    return std::all_of(layers.begin(), layers.end(),
+                       [](const layer & l) { return ggml_backend_buffer_is_host(l.rows.buf.get()); });
 }
 
 void store::compact_in_place(const layer_lists & keep) noexcept {

@@ -168,6 +168,7 @@ void store::resize(int64_t capacity) {
 
 // Gives back what it can: a layer for which there is no memory to shrink keeps its room.
 void store::shrink_layers(int64_t capacity) {
+    const int64_t before = bytes_allocated();
     for (layer & l : layers) {
         if (capacity > 0 && l.rows.capacity > capacity) {
             try {
@@ -177,7 +178,7 @@ void store::shrink_layers(int64_t capacity) {
             }
         }
     }
-    return_freed_memory(TRIM_BYTES);
+    return_freed_memory(before - bytes_allocated());
 }
 
 // Room for n entries per head, exactly (up to padding). What an earlier, longer content left is given back, but not the

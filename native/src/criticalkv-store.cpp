@@ -506,12 +506,14 @@ void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_s
     for (size_t i = 0; i < layers.size(); ++i) {
         kept.push_back(positions_of(layers[i], keep[i]));
     }
-    if (compacts_in_place(capacity)) {
-        compact_in_place(keep);
+    if (is_on_host()) {
+        compact_in_place(keep);  // cannot fail, and needs no memory
+        commit(std::move(kept), {});
+        shrink_layers(capacity);
     } else {
         rows = compact(lctx, keep, capacity);
+        commit(std::move(kept), std::move(rows));
     }
-    commit(std::move(kept), std::move(rows));
     counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;
     counters.n_evictions += 1;
     slack = new_slack;

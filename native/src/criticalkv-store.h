@@ -285,7 +285,7 @@ class store {
     layer_scores           compute_scores(llama_context & lctx, layer & l);
     head_lists             positions_of(const layer & l, const head_lists & keep) const;
     head_lists             choose_layer(llama_context & lctx, layer & l, int32_t budget);
-    bool                   compacts_in_place(int64_t capacity) const;
+    bool                   is_on_host() const;
     void                   compact_in_place(const layer_lists & keep) noexcept;
     std::vector<kv_rows>   compact(llama_context & lctx, const layer_lists & keep, int64_t capacity);
     void                   commit(layer_lists kept, std::vector<kv_rows> rows);
