@@ -66,7 +66,8 @@ class Llama(llama_cpp.Llama):
             layer.
         kv_memory_limit: Bytes, or a string such as "2GiB". A prompt for which exact (or full) prefill would need more
             than this, hidden states and all, is streamed. For ``prefill="auto"`` only.
-        stream: How ``"stream"`` chooses, a ``Stream``.
+        stream: How ``"stream"`` chooses, a ``Stream``. The attribute ``question`` names a text to look for in place of
+            the end of the prompt.
         prefill_progress: Called as a prompt is read, with the tokens done and the tokens in all. What it raises stops
             the prompt.
         n_ctx: Limit of positions. With a budget the default is the model's own context, without one it is
@@ -238,15 +239,16 @@ class Llama(llama_cpp.Llama):
 
     def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``llama_cpp.Llama.create_chat_completion``. A stream peeks at the last user message."""
-        self._kv_asked = self._tokens_asked(messages)
+        if self._kv_budget is not None:
+            self._kv_asked = self._tokens_asked(messages)
         return super().create_chat_completion(messages, *args, **kwargs)
 
     def _tokens_asked(self, messages: Any) -> int:
-        """Tokens at the end of a chat's prompt that its last user message takes, about."""
+        """Tokens at the end of a chat's prompt that its last user message takes, about; of a long one, its end."""
         asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
         if not asked or not isinstance(asked[-1], str):
             return 0
-        return len(self.tokenize(asked[-1].encode(), add_bos=False, special=False)) + TEMPLATE_TAIL
+        return len(self.tokenize(asked[-1][-2000:].encode(), add_bos=False, special=False)) + TEMPLATE_TAIL
 
     def reset(self) -> None:
         """Forget the conversation."""
@@ -371,6 +373,8 @@ class Llama(llama_cpp.Llama):
         """The tokens that a stream peeks at: the question that was named, or the last ones of the prompt."""
         most = self._kv_policy.window + MOST_PEEKED
         if self.question is not None:
+            if not isinstance(self.question, str):
+                raise TypeError(f"question={self.question!r}: allowed are a str and None")
             named = self.tokenize(self.question.encode(), add_bos=False, special=False)
             if named:
                 return list(named[-min(most, len(tokens)) :])

@@ -190,6 +190,9 @@ def test_a_named_question(tiny, load, tokens, peeks):
     peeks.clear()
     llm.eval(tokens(300, seed=2))
     assert {len(peek[0]) for peek in peeks} == {16 + 32}
+    llm.question = 5
+    with pytest.raises(TypeError, match="question=5: allowed are a str and None"):
+        llm.eval(tokens(300, seed=3))
 
 
 def test_a_chat_peeks_at_the_last_user_message(tiny, load, peeks):

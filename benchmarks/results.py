@@ -1,0 +1,96 @@
+"""The tables of docs/results.md from files of ``pycriticalkv eval``.
+
+    python benchmarks/results.py eval.jsonl ...
+
+Accuracy with its 95 % bootstrap interval, the full cache beside every policy, differences between policies in pairs:
+on the same sample, at the same length and budget. KL divergence from the full cache on text that follows, in nats.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pycriticalkv.evaluation.continuation import Continuation, ContinuationCell, summarize_continuations
+from pycriticalkv.evaluation.runner import FULL, Outcome
+from pycriticalkv.evaluation.summary import Cell, budget_name, interval, summarize
+from pycriticalkv.policy import PRESETS
+
+PAIRS = (("criticalkv", "snapkv"), ("critical-max", "snapkv"), ("critical-max", "criticalkv"))
+
+
+def read(path: Path) -> tuple[str, list[Outcome], list[Continuation]]:
+    """Name of the model, its answers to tasks, and how text went on."""
+    header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    outcomes = [Outcome(**line) for line in lines if "task" in line]
+    return header["model"], outcomes, [Continuation(**line) for line in lines if "passage" in line]
+
+
+def accuracy_table(cells: list[Cell]) -> str:
+    """One row per task, length, setting and budget; one column per policy."""
+    rows: dict[tuple[Any, ...], dict[str, Cell]] = {}
+    full: dict[tuple[Any, ...], Cell] = {}
+    for cell in cells:
+        key = cell.group, cell.n_tokens, cell.setting
+        if cell.policy == FULL:
+            full[key] = cell
+        else:
+            rows.setdefault((*key, cell.budget), {})[cell.policy] = cell
+    lines = [
+        f"| task | tokens | setting | budget | n | full | {' | '.join(PRESETS)} |",
+        "| --- |" + " --- |" * (5 + len(PRESETS)),
+    ]
+    for (task, n_tokens, setting, budget), of in rows.items():
+        whole = full[task, n_tokens, setting]
+        shown = [whole, *(of[policy] for policy in PRESETS)]
+        accuracies = " | ".join(f"{cell.accuracy:.2f} ({cell.low:.2f}, {cell.high:.2f})" for cell in shown)
+        lines.append(f"| {task} | {n_tokens} | {setting} | {budget_name(budget)} | {whole.n} | {accuracies} |")
+    return "\n".join(lines)
+
+
+def difference_table(outcomes: list[Outcome]) -> str:
+    """Differences between policies in pairs, over all tasks, lengths and budgets; resampled by sample."""
+    lines = ["| setting | difference | mean | 95 % | better, equal, worse |", "| --- | --- | --- | --- | --- |"]
+    scores = {(o.setting, o.policy, o.task, o.seed, o.n_tokens, o.budget): o.score for o in outcomes}
+    for setting in dict.fromkeys(o.setting for o in outcomes):
+        for one, other in PAIRS:
+            by_sample: dict[tuple[Any, ...], list[float]] = {}
+            for (its, policy, *sample, budget), value in scores.items():
+                if its == setting and policy == one:
+                    difference = value - scores[(setting, other, *sample, budget)]
+                    by_sample.setdefault(tuple(sample), []).append(difference)
+            every = np.array([d for values in by_sample.values() for d in values])
+            means = np.array([np.mean(values) for values in by_sample.values()])
+            low, high = interval(means)
+            counts = f"{(every > 0).sum()}, {(every == 0).sum()}, {(every < 0).sum()}"
+            lines.append(f"| {setting} | {one} - {other} | {means.mean():+.3f} | {low:+.3f}, {high:+.3f} | {counts} |")
+    return "\n".join(lines)
+
+
+def divergence_table(measured: list[Continuation]) -> str:
+    """One row per length and budget; one column per policy."""
+    rows: dict[tuple[Any, ...], dict[str, ContinuationCell]] = {}
+    for cell in summarize_continuations(measured):
+        if cell.policy != FULL:
+            rows.setdefault((cell.n_tokens, cell.budget), {})[cell.policy] = cell
+    lines = [f"| tokens | budget | {' | '.join(PRESETS)} |", "| --- |" + " --- |" * (1 + len(PRESETS))]
+    for (n_tokens, budget), of in rows.items():
+        cells = " | ".join(f"{of[p].kl:.3f} ({of[p].kl_low:.3f}, {of[p].kl_high:.3f})" for p in PRESETS)
+        lines.append(f"| {n_tokens} | {budget_name(budget)} | {cells} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run as a program."""
+    for path in sys.argv[1:]:
+        model, outcomes, measured = read(Path(path))
+        print(f"\n### {model}\n\n{accuracy_table(summarize(outcomes))}\n\n{difference_table(outcomes)}")
+        print(f"\nKL divergence from the full cache:\n\n{divergence_table(measured)}")
+
+
+if __name__ == "__main__":
+    main()
