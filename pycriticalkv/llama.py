@@ -114,6 +114,7 @@ class Llama(llama_cpp.Llama):
         }
         if stream is not None and not isinstance(stream, Stream):
             raise TypeError(f"stream={stream!r}: allowed is a pycriticalkv.Stream")
+        self._kv_reporting = False  # prefill_progress is being called
         self._kv_prefill = Prefill(check_prefill(prefill), stream or Stream(), parse_memory(kv_memory_limit))
         self._kv_mode = self._kv_prefill.mode  # of the last prompt over the budget
         self._kv_asked = 0  # tokens at the end of the next prompt that a chat's last user message takes
@@ -125,14 +126,24 @@ class Llama(llama_cpp.Llama):
         if kv_budget is None:
             if kv_policy is not None:
                 raise ValueError(f"kv_policy={kv_policy!r} has no effect without kv_budget; give kv_budget too")
-            for name, value in (("prefill", prefill), ("kv_memory_limit", kv_memory_limit), ("stream", stream)):
+            given = {
+                "prefill": prefill,
+                "kv_memory_limit": kv_memory_limit,
+                "stream": stream,
+                "prefill_progress": prefill_progress,
+            }
+            for name, value in given.items():
                 if value not in (None, "auto"):
                     raise ValueError(f"{name}={value!r} has no effect without kv_budget; give kv_budget too")
-            given = {"n_ctx": n_ctx, "flash_attn": flash_attn}
-            super().__init__(model_path, **{k: v for k, v in given.items() if v is not None}, **kwargs)
+            stock = {"n_ctx": n_ctx, "flash_attn": flash_attn}
+            super().__init__(model_path, **{k: v for k, v in stock.items() if v is not None}, **kwargs)
             self._check_adapter()
             return
 
+        if stream is not None and prefill != "stream" and kv_memory_limit is None:
+            raise ValueError(
+                f"stream={stream!r} has no effect with prefill={prefill!r}; give prefill='stream' or kv_memory_limit"
+            )
         self._kv_policy = resolve_policy(kv_policy)
         budget = Budget.parse(kv_budget, self._kv_policy)
         _check_arguments(n_ctx, flash_attn, kwargs)
@@ -182,6 +193,8 @@ class Llama(llama_cpp.Llama):
 
     def close(self) -> None:
         """Free the model and the cache. Whatever needs them afterwards raises RuntimeError; llama_cpp.Llama crashes."""
+        if vars(self).get("_kv_reporting"):
+            self._refuse_while_reporting()
         super().close()
         model = vars(self).get("_model")
         if model is not None and model is not CLOSED:
@@ -208,6 +221,10 @@ class Llama(llama_cpp.Llama):
         if self._kv_budget is None:
             super().eval(tokens)
             return
+        self._refuse_while_reporting()
+        if any(not 0 <= token < self._n_vocab for token in tokens):
+            bad = next(token for token in tokens if not 0 <= token < self._n_vocab)
+            raise ValueError(f"token {bad}: allowed are 0 to {self._n_vocab - 1}, the model's vocabulary")
         is_prompt = len(tokens) > 1 if self._kv_prompt_next is None else self._kv_prompt_next
         if self._kv_prompt_next:
             self._kv_prompt_next = False
@@ -228,6 +245,7 @@ class Llama(llama_cpp.Llama):
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As ``llama_cpp.Llama.generate``: yields tokens that follow the prompt ``tokens``."""
+        self._refuse_while_reporting()
         if self._kv_budget is not None and kwargs.get("reset", True):
             tokens = list(tokens)
             self._reuse_only_what_is_exact(tokens)
@@ -252,6 +270,7 @@ class Llama(llama_cpp.Llama):
 
     def reset(self) -> None:
         """Forget the conversation."""
+        self._refuse_while_reporting()
         super().reset()
         self._kv_prompt_logits = None
         if self._kv_budget is not None:
@@ -338,7 +357,8 @@ class Llama(llama_cpp.Llama):
     def _read_layers(self, tokens: Sequence[int], budget: int, slack: int) -> None:
         """All layers but the last; that one is left to the ordinary evaluation."""
         n_layer = llama_cpp.llama_model_n_layer(self.model)
-        self._kv_store.prefill(tokens, budget, slack, layer_progress(self.prefill_progress, n_layer, len(tokens)))
+        progress = None if self.prefill_progress is None else self._report
+        self._kv_store.prefill(tokens, budget, slack, layer_progress(progress, n_layer, len(tokens)))
         self._eval_batches(tokens, len(tokens) * (n_layer - 1) // n_layer, len(tokens))
 
     def _read_stream(self, tokens: Sequence[int], budget: int, slack: int) -> None:
@@ -386,8 +406,21 @@ class Llama(llama_cpp.Llama):
         for i in range(0, len(tokens), self.n_batch):
             batch = tokens[i : i + self.n_batch]
             super().eval(batch)
-            if self.prefill_progress is not None:
-                self.prefill_progress(n_done + (i + len(batch)) * (end - n_done) // len(tokens), n_all)
+            self._report(n_done + (i + len(batch)) * (end - n_done) // len(tokens), n_all)
+
+    def _report(self, done: int, total: int) -> None:
+        """Call prefill_progress, during which the cache is in the middle of a prompt."""
+        if self.prefill_progress is None:
+            return
+        self._kv_reporting = True
+        try:
+            self.prefill_progress(done, total)
+        finally:
+            self._kv_reporting = False
+
+    def _refuse_while_reporting(self) -> None:
+        if self._kv_reporting:
+            raise RuntimeError("prefill_progress was called in the middle of a prompt: it cannot use the model")
 
     def _go_back(self, n_tokens: int, end: int) -> None:
         """After a failure: the cache as it was at `n_tokens`, or, if that is gone, an empty one.
@@ -471,6 +504,7 @@ class Llama(llama_cpp.Llama):
         """The whole state; with a budget its size follows the entries kept."""
         if self._kv_budget is None:
             return super().save_state()
+        self._refuse_while_reporting()
         # without logits_all the rows of `scores` are never filled, but are up to n_batch * n_vocab floats
         self._cut_back()
         scores = self.scores
@@ -497,6 +531,7 @@ class Llama(llama_cpp.Llama):
             state_file.refuse_sealed(state)
             super().load_state(state)
             return
+        self._refuse_while_reporting()
         opened = state_file.unseal(state, self._kv_model, n_ctx=self._n_ctx, logits_all=self._logits_all)
         if not self._logits_all:
             opened.scores = self.scores[:0]

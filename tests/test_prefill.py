@@ -249,6 +249,37 @@ def test_interrupted_at_every_tenth_report(model, load, tokens, arch, prefill):
         assert stopped >= (3 if prefill == "exact" else 1)
 
 
+@pytest.mark.parametrize("prefill", ["exact", "full", "stream"])
+@pytest.mark.parametrize("what", ["eval", "reset", "save_state", "load_state", "close", "generate"])
+def test_the_callback_cannot_use_the_model(tiny, load, tokens, prefill, what):
+    llm = load(tiny, prefill=prefill, **COMMON)
+    llm.eval(tokens(20))
+    state = llm.save_state()
+    calls = {
+        "eval": lambda: llm.eval([5]),
+        "reset": llm.reset,
+        "save_state": llm.save_state,
+        "load_state": lambda: llm.load_state(state),
+        "close": llm.close,
+        "generate": lambda: next(llm.generate([5, 6])),
+    }
+    llm.prefill_progress = lambda *_: calls[what]() and None
+    with pytest.raises(RuntimeError, match="prefill_progress was called in the middle of a prompt"):
+        llm.eval(tokens(300))
+    llm.prefill_progress = None
+    assert llm.n_tokens == 20
+    llm.eval(tokens(300))
+    assert llm.n_tokens == 320
+
+
+def test_tokens_that_are_none(tiny, load):
+    llm = load(tiny, **COMMON)
+    for token in (-1, 10**9):
+        with pytest.raises(ValueError, match=f"token {token}: allowed are 0 to"):
+            llm.eval([5, token])
+    assert llm.n_tokens == 0
+
+
 @pytest.mark.parametrize("prefill", ["exact", "full"])
 def test_progress_goes_up_to_the_end(tiny, load, tokens, prefill):
     seen = []

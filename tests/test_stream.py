@@ -272,6 +272,12 @@ def test_limits_of_the_wrong_type(tiny, load, limit):
         load(tiny, kv_budget=64, kv_memory_limit=limit)
 
 
+@pytest.mark.parametrize("mode", ["exact", "full", "auto"])
+def test_settings_of_a_stream_that_is_none(tiny, load, mode):
+    with pytest.raises(ValueError, match=f"stream=.* has no effect with prefill='{mode}'"):
+        load(tiny, kv_budget=64, prefill=mode, stream=Stream())
+
+
 @pytest.mark.parametrize("mode", ["exact", "full", "stream"])
 def test_a_limit_is_for_auto(tiny, load, mode):
     with pytest.raises(ValueError, match=f"kv_memory_limit has no effect with prefill='{mode}'"):
@@ -279,7 +285,7 @@ def test_a_limit_is_for_auto(tiny, load, mode):
 
 
 def test_settings_without_a_budget(tiny, load):
-    for name, value in (("kv_memory_limit", "1GiB"), ("stream", Stream())):
+    for name, value in (("kv_memory_limit", "1GiB"), ("stream", Stream()), ("prefill_progress", print)):
         with pytest.raises(ValueError, match=f"{name}=.* has no effect without kv_budget"):
             load(tiny, **{name: value})
 
