@@ -118,6 +118,10 @@ class Llama(llama_cpp.Llama):
         self._kv_prefill = Prefill(check_prefill(prefill), stream or Stream(), parse_memory(kv_memory_limit))
         self._kv_mode = self._kv_prefill.mode  # of the last prompt over the budget
         self._kv_asked = 0  # tokens at the end of the next prompt that a chat's last user message takes
+        self._kv_looked: tuple[str | None, int] = (
+            None,
+            0,
+        )  # question and tokens asked of the last prompt over the budget
         self.question: str | None = None
         self.prefill_progress = check_progress(prefill_progress)
         self._kv_prompt_next: bool | None = None
@@ -222,9 +226,9 @@ class Llama(llama_cpp.Llama):
             super().eval(tokens)
             return
         self._refuse_while_reporting()
-        if any(not 0 <= token < self._n_vocab for token in tokens):
-            bad = next(token for token in tokens if not 0 <= token < self._n_vocab)
-            raise ValueError(f"token {bad}: allowed are 0 to {self._n_vocab - 1}, the model's vocabulary")
+        bad = [token for token in tokens if not 0 <= token < self._n_vocab]
+        if bad:
+            raise ValueError(f"token {bad[0]}: allowed are 0 to {self._n_vocab - 1}, the model's vocabulary")
         is_prompt = len(tokens) > 1 if self._kv_prompt_next is None else self._kv_prompt_next
         if self._kv_prompt_next:
             self._kv_prompt_next = False
@@ -254,12 +258,17 @@ class Llama(llama_cpp.Llama):
             yield from super().generate(tokens, *args, **kwargs)
         finally:
             self._kv_prompt_next = None
+            self._kv_asked = 0
 
     def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``llama_cpp.Llama.create_chat_completion``. A stream peeks at the last user message."""
         if self._kv_budget is not None:
             self._kv_asked = self._tokens_asked(messages)
-        return super().create_chat_completion(messages, *args, **kwargs)
+        try:
+            return super().create_chat_completion(messages, *args, **kwargs)
+        except BaseException:
+            self._kv_asked = 0
+            raise
 
     def _tokens_asked(self, messages: Any) -> int:
         """Tokens at the end of a chat's prompt that its last user message takes, about; of a long one, its end."""
@@ -281,13 +290,20 @@ class Llama(llama_cpp.Llama):
 
         What was evicted was chosen by the tokens before the eviction. A prompt that goes on after all of them finds the
         right cache. The very prompt of the last eviction again finds its cache and gets its logits back. Any other
-        prompt is evaluated from the start.
+        prompt is evaluated from the start. A stream's evictions depend on where it starts and on what it looks for.
         """
         stats = self._kv_store.stats()
-        if not stats.evicted or self.n_tokens == 0:
+        if self.n_tokens == 0:
+            return
+        if not stats.evicted:
+            assert self._kv_budget is not None
+            may_stream = self._kv_prefill.mode == "stream" or self._kv_prefill.memory_limit is not None
+            if may_stream and len(prompt) > self._kv_budget.for_prompt(len(prompt)):
+                self.reset()
             return
         common = _common_prefix(self._input_ids, prompt)
-        if common == len(prompt) == int(stats.evicted_at) and self._restore_prompt(common):
+        same_look = self._kv_mode != "stream" or self._kv_looked == (self.question, self._kv_asked)
+        if common == len(prompt) == int(stats.evicted_at) and same_look and self._restore_prompt(common):
             return
         reusable = common - 1 if common == len(prompt) else common
         if reusable < stats.evicted_at:
@@ -325,7 +341,7 @@ class Llama(llama_cpp.Llama):
         slack = self._kv_policy.slack_for(budget)
         limit = budget + slack if stats.evicted else budget
         evicts = stats.n_entries + len(tokens) > limit
-        mode = self._mode_for(tokens, stats) if evicts else "full"
+        mode = self._mode_for(tokens, budget + slack, stats) if evicts else "full"
         if mode == "exact":
             self._read_layers(tokens, budget, slack)
         elif mode == "stream":
@@ -333,26 +349,31 @@ class Llama(llama_cpp.Llama):
         else:
             self._kv_store.reserve(int(stats.n_entries) + len(tokens))
             self._eval_batches(tokens, 0, len(tokens))
-        self._kv_entries, self._kv_asked = budget, 0
+        self._kv_entries = budget
         if evicts:
+            self._kv_mode, self._kv_looked = mode, (self.question, self._kv_asked)
             self._kv_prompt_logits = None
             self._evict(budget)
             row = llama_cpp.llama_get_logits_ith(self.ctx, -1)
             self._kv_prompt_logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,)).copy()
+            self._kv_store.peek([], 0)
 
-    def _mode_for(self, tokens: Sequence[int], stats: Any) -> str:
-        """How a prompt over the budget is read. One of no more than a ubatch is in memory at once anyway."""
-        if len(tokens) <= self.context_params.n_ubatch:
-            return "full"
+    def _mode_for(self, tokens: Sequence[int], kept: int, stats: Any) -> str:
+        """How a prompt over the budget is read. One of no more than a ubatch or chunk is in memory at once anyway.
+
+        `kept`: entries that there is room for after an eviction.
+        """
         mode, limit = self._kv_prefill.mode, self._kv_prefill.memory_limit
         if limit is not None:
-            rows = int(stats.n_entries) + len(tokens)
-            needed = rows * int(stats.bytes_per_token)
-            if mode == "exact":
-                needed = needed // int(stats.n_layer) + 4 * len(tokens) * self.n_embd()
+            per_entry, n_layer = int(stats.bytes_per_token), int(stats.n_layer)
+            needed = (int(stats.n_entries) + len(tokens)) * per_entry
+            if mode == "exact":  # one layer's prompt, what the others keep or have, hidden states
+                others = max(kept, int(stats.n_entries)) * per_entry * (n_layer - 1)
+                needed = (needed + others) // n_layer + 4 * len(tokens) * self.n_embd()
             mode = "stream" if needed > limit else mode
-        self._kv_mode = mode
-        return mode
+        chunk = self._kv_prefill.stream.chunk if mode == "stream" else None
+        n_ubatch: int = self.context_params.n_ubatch
+        return "full" if len(tokens) <= min(n_ubatch, chunk or n_ubatch) else mode
 
     def _read_layers(self, tokens: Sequence[int], budget: int, slack: int) -> None:
         """All layers but the last; that one is left to the ordinary evaluation."""
@@ -382,7 +403,10 @@ class Llama(llama_cpp.Llama):
                     store.evict(budget, room + len(peeked))  # the memory of this loop
                 self._eval_batches(tokens[done : done + size], done, len(tokens))
                 done += size
-            store.peek([], 0)
+            if self.question and peeked and self.n_tokens + len(peeked) <= self._n_ctx:
+                store.peek(peeked, self.n_tokens)  # the last eviction looks for it too
+            else:
+                store.peek([], 0)
         except BaseException:
             self.reset()
             if before is not None:
@@ -428,6 +452,7 @@ class Llama(llama_cpp.Llama):
         If Ctrl-C came when all tokens up to `end` were there and evicted, that stays.
         """
         self._kv_store.cancel_prefill()
+        self._kv_store.peek([], 0)
         held = int(self._kv_store.stats().n_tokens)
         if held >= n_tokens and (held == n_tokens or self._ctx.kv_cache_seq_rm(-1, n_tokens, -1)):
             self.n_tokens = n_tokens

@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from pycriticalkv._native import lib
 
 from pycriticalkv import Llama, llama_cpp
+from pycriticalkv.prefill import Progress
 
 
 def prefill_only(llm: Llama, tokens: list[int]) -> None:
@@ -68,3 +69,14 @@ def fail_allocations(llm: Llama, other: Llama, prompt: list[int], conversation: 
             each.eval([5, 6, 8])
         assert np.array_equal(last_logits(llm), last_logits(other))
     return failed
+
+
+def stop_at(report: int) -> Progress:
+    """Ctrl-C, when a prompt reports its progress for that time."""
+    left = iter(range(report - 1, -1, -1))
+
+    def progress(_done: int, _total: int) -> None:
+        if next(left, None) == 0:
+            raise KeyboardInterrupt
+
+    return progress

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 
 import numpy as np
 import pytest
-from helpers import fail_allocations, greedy, kept, last_logits
+from helpers import fail_allocations, greedy, kept, last_logits, stop_at
 from test_families import FAMILIES
 
-from pycriticalkv import KVPolicy
+from pycriticalkv import KVPolicy, llama_cpp
+from pycriticalkv.store import last_error
 
 UBATCH = 32
 BUDGET = 80
@@ -165,6 +167,8 @@ def test_the_store_refuses_what_it_cannot_read(tiny, load, tokens):
 
 def test_between_the_parts_of_a_prompt_nothing_else_goes(tiny, load, tokens):
     llm = load(tiny, **COMMON)
+    other = load(tiny, **COMMON)
+    other.eval(tokens(250, seed=9))
     store = llm._kv_store
     store.prefill(tokens(300), BUDGET)
     refused = [
@@ -177,6 +181,11 @@ def test_between_the_parts_of_a_prompt_nothing_else_goes(tiny, load, tokens):
         with pytest.raises(RuntimeError):
             call()
     store.prefill(tokens(300), BUDGET)
+    size = llama_cpp.llama_state_get_size(other.ctx)
+    blob = (ctypes.c_uint8 * size)()
+    assert llama_cpp.llama_state_get_data(other.ctx, blob, size) == size
+    assert llama_cpp.llama_state_set_data(llm.ctx, blob, size) == 0
+    assert "a prompt is being read" in last_error()
     store.cancel_prefill()
     fresh = load(tiny, **{**COMMON, "prefill": "full"})
     for each in (llm, fresh):
@@ -185,10 +194,6 @@ def test_between_the_parts_of_a_prompt_nothing_else_goes(tiny, load, tokens):
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------
-
-
-class Interrupt(BaseException):
-    """Ctrl-C."""
 
 
 def conversations(path, load, **arguments):
@@ -213,20 +218,17 @@ def test_interrupted_at_every_tenth_report(model, load, tokens, arch, prefill):
                 each.load_state(state)
         stopped = 0
         for stop in range(1, 400, 10):
-            reports = 0
+            interrupt = stop_at(stop)
 
-            def report(done, total, stop=stop):
-                nonlocal reports
-                reports += 1
+            def report(done, total, interrupt=interrupt):
                 assert 0 <= done <= total == 300
-                if reports == stop:
-                    raise Interrupt
+                interrupt(done, total)
 
             llm.prefill_progress = report
             before = llm.n_tokens
             try:
                 llm.eval(tokens(300, seed=stop))
-            except Interrupt:
+            except KeyboardInterrupt:
                 stopped += 1
             else:
                 break

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from helpers import entries, kept, last_logits
+from helpers import entries, kept, last_logits, stop_at
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -24,7 +24,6 @@ from reference.select import select
 from tiny import write_tiny
 
 from pycriticalkv import KVPolicy, Llama
-from pycriticalkv.prefill import Progress
 from pycriticalkv.state import StateError
 
 N_LAYER, N_HEAD_KV, N_CTX = 2, 2, 512
@@ -352,17 +351,6 @@ def perform(llm: Llama, step: Step) -> None:
         llm.n_tokens = argument
     else:
         llm.load_state(argument)
-
-
-def stop_at(report: int) -> Progress:
-    """Ctrl-C, when a prompt reports its progress for that time."""
-    left = iter(range(report - 1, -1, -1))
-
-    def progress(_done: int, _total: int) -> None:
-        if next(left, None) == 0:
-            raise KeyboardInterrupt
-
-    return progress
 
 
 def contents(llm: Llama) -> tuple[int, list[int], list[list[list[int]]]]:

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 from expected import AGGREGATES, NORMS, as_cached, output_projection, relative_error
-from helpers import entries, fail_allocations, greedy, kept, last_logits, prefill_only
+from helpers import entries, fail_allocations, greedy, kept, last_logits, prefill_only, stop_at
 from reference import scores as reference
 
 from pycriticalkv import KVPolicy, Stream
@@ -185,7 +185,7 @@ def test_a_named_question(tiny, load, tokens, peeks):
     named = llm.tokenize(b"abc", add_bos=False, special=False)
     llm.eval(tokens(300))
     assert peeks
-    assert all(peek == (named, 300 - len(named)) for peek in peeks)
+    assert all(peek == (named, 300 - len(named)) for peek in peeks[:-1])
     llm.question = "abcdefgh " * 50  # its end, as far as there is room
     peeks.clear()
     llm.eval(tokens(300, seed=2))
@@ -193,6 +193,42 @@ def test_a_named_question(tiny, load, tokens, peeks):
     llm.question = 5
     with pytest.raises(TypeError, match="question=5: allowed are a str and None"):
         llm.eval(tokens(300, seed=3))
+
+
+def test_another_question_is_another_prompt(tiny, load, tokens):
+    llm, fresh = (load(tiny, prefill="stream", **COMMON) for _ in range(2))
+    llm.question = "abcdefgh"
+    first = greedy(llm, tokens(400), 5), kept(llm)
+    fresh.question = llm.question = "zyxw vuts"
+    assert (greedy(llm, tokens(400), 5), kept(llm)) == (greedy(fresh, tokens(400), 5), kept(fresh))
+    assert kept(llm) != first[1]
+    llm.question = "abcdefgh"
+    assert (greedy(llm, tokens(400), 5), kept(llm)) == first
+
+
+def test_a_stream_does_not_go_on_from_a_short_prompt(tiny, load, tokens):
+    llm, fresh = (load(tiny, prefill="stream", **COMMON) for _ in range(2))
+    greedy(llm, tokens(50), 1)
+    assert (greedy(llm, tokens(400), 5), kept(llm)) == (greedy(fresh, tokens(400), 5), kept(fresh))
+
+
+def test_the_last_eviction_looks_for_a_named_question(tiny, load, tokens, peeks):
+    llm = load(tiny, prefill="stream", **COMMON)
+    llm.question = "abcdefgh"
+    llm.eval(tokens(300))
+    named = llm.tokenize(b"abcdefgh", add_bos=False, special=False)
+    assert peeks[-1] == (named, 300)
+    assert len(peeks) == llm.kv_stats().evictions
+    before = llm._kv_store.scores(0, 16)[0]
+    llm._kv_store.peek([], 0)  # has been forgotten already
+    assert np.array_equal(llm._kv_store.scores(0, 16)[0], before)
+
+
+def test_chunks_smaller_than_a_ubatch(tiny, load, tokens):
+    llm = load(tiny, kv_budget=24, n_ctx=1024, prefill="stream", stream=Stream(tokens=8, chunk=16))
+    llm.eval(tokens(300))
+    assert llm.kv_stats().prefill == "stream"
+    assert llm.kv_stats().entries_peak < 120
 
 
 def test_a_chat_peeks_at_the_last_user_message(tiny, load, peeks):
@@ -244,8 +280,9 @@ def test_models_that_cannot_be_peeked_with(make_tiny, load, tokens, arch):
 
 def test_auto_streams_what_would_not_fit(tiny, load, tokens):
     llm = load(tiny, kv_memory_limit=300_000, **COMMON)
-    per_token = int(llm._kv_store.stats().bytes_per_token) // 3 + 4 * llm.n_embd()
-    most = 300_000 // per_token
+    per_entry = int(llm._kv_store.stats().bytes_per_token) // 3  # of each layer
+    kept = 2 * per_entry * (BUDGET + llm._kv_policy.slack_for(BUDGET))
+    most = (300_000 - kept) // (per_entry + 4 * llm.n_embd())
     for n, mode in ((most, "exact"), (most + 1, "stream")):
         llm.reset()
         llm.eval(tokens(n))
@@ -328,10 +365,6 @@ def test_a_model_that_cannot_be_read_layer_by_layer():
 # ---- interruptions ---------------------------------------------------------------------------------------------------
 
 
-class Interrupt(BaseException):
-    """Ctrl-C."""
-
-
 @pytest.fixture(params=[0, 200], ids=["empty", "conversation"])
 def pair(request, tiny, load, tokens):
     """Two of the same; nothing, or an evicted conversation, in their caches."""
@@ -355,18 +388,10 @@ def assert_same_after(pair, short):
 def test_interrupted_at_every_report(pair, tokens):
     llm, stopped = pair[0], 0
     for stop in range(1, 30):
-        reports = 0
-
-        def report(done, total, stop=stop):
-            nonlocal reports
-            reports += 1
-            if reports == stop:
-                raise Interrupt
-
-        llm.prefill_progress = report
+        llm.prefill_progress = stop_at(stop)
         try:
             llm.eval(tokens(300, seed=stop))
-        except Interrupt:
+        except KeyboardInterrupt:
             stopped += 1
         else:
             break

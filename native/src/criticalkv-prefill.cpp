@@ -63,17 +63,15 @@ std::string store::examine_windows(llama_context & lctx) {
     reading->examine          = true;
     reading->ctx              = make_hidden(n_tokens);
     reading->hidden           = ggml_get_first_tensor(reading->ctx.get());
-    std::string why;
-    for (int32_t il = 0; il < n_layers(model) && why.empty(); ++il) {
+    for (int32_t il = 0; il < n_layers(model); ++il) {
         reading->window      = { il, il + 1 == n_layers(model) };
         ggml_cgraph * gf     = build_graph(lctx, res, ubatch, mctx.get());
         const char *  reason = refuse_window(*reading, gf, memory);
         if (reason != nullptr) {
-            why = std::string(reason) + " (layer " + std::to_string(il) + ") [" + model.arch_name() + "]";
+            return std::string(reason) + " (layer " + std::to_string(il) + ") [" + model.arch_name() + "]";
         }
     }
-    reading.reset();
-    return why;
+    return "";
 }
 
 ggml_context_ptr store::make_hidden(int64_t n) const {
@@ -90,7 +88,13 @@ ggml_context_ptr store::make_hidden(int64_t n) const {
 
 std::string store::refuse_prefill(llama_context & lctx) {
     if (!windows_examined) {
-        windows_refused  = examine_windows(lctx);
+        try {
+            windows_refused = examine_windows(lctx);
+        } catch (...) {
+            reading.reset();
+            throw;
+        }
+        reading.reset();
         windows_examined = true;
     }
     return windows_refused;
@@ -226,6 +230,7 @@ void store::read_prompt(llama_context & lctx, const int32_t * tokens, int32_t n,
     if (n_entries() + n <= new_budget) {
         throw error(CRITICALKV_ERR_ARGUMENT, "the prompt fits the budget: there is nothing to evict");
     }
+    new_slack = new_slack == 0 ? params.slack : new_slack;
     cancel_prompt(lctx);
     check_layers();
     check_cells();
@@ -268,12 +273,14 @@ void store::finish_prompt(llama_context & lctx, int32_t new_budget, int32_t new_
     if (new_budget != reading->budget || n_positions() != reading->first + reading->n_tokens) {
         throw error(CRITICALKV_ERR_STATE, "the prompt that is being read is not complete, or was for another budget");
     }
+    const int64_t before = bytes_allocated() + (int64_t) ggml_backend_buffer_get_size(reading->buf.get());
     if (layer * l = evictable_layer(reading->window.layer); l != nullptr && reading->kept.size() < layers.size()) {
         leave_layer(lctx, *l, evicted_capacity(new_budget, new_slack));
     }
     layer_lists kept = std::move(reading->kept);
     reading.reset();
     commit(std::move(kept), {});
+    return_freed_memory(before - bytes_allocated());
     memory_version += 1;
     counters.n_evictions += 1;
     slack = new_slack;
@@ -286,8 +293,8 @@ void store::cancel_prompt(llama_context & lctx) {
     }
     const std::vector<uint8_t> before  = std::move(reading->before);
     const criticalkv_stats     counted = counters;
-    reading.reset();
     lctx.synchronize();
+    reading.reset();
     owner.get_memory()->clear(false);
     forget_graphs(lctx);
     expect_buffer_sizes(lctx);

@@ -167,6 +167,9 @@ void store::check_loaded(const loaded_state & state) const {
 }
 
 void store::state_read(llama_io_read_i & io) {
+    if (reading) {  // the layers do not have room for the same entries
+        reject_state("a prompt is being read");
+    }
     owner.synchronize();
     loaded.reset();
     auto state = std::make_unique<loaded_state>();

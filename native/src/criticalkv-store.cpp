@@ -218,8 +218,11 @@ criticalkv_stats store::stats() const {
 // ---- clearing and cutting back ---------------------------------------------------------------------------------------
 
 void store::on_clear(bool data) {
-    memory_version += reading ? 1 : 0;  // graphs of a part of the model
-    reading.reset();
+    if (reading) {
+        owner.synchronize();  // a graph may still read the hidden states
+        memory_version += 1;  // graphs of a part of the model
+        reading.reset();
+    }
     seen_by = {};
     std::fill(query_pos.begin(), query_pos.end(), -1);
     for (layer & l : layers) {
