@@ -25,7 +25,8 @@ import numpy as np
 import texts
 
 from pycriticalkv import PRESETS, KVPolicy, Llama
-from pycriticalkv.evaluation.continuation import decode, divergence
+from pycriticalkv.evaluation.continuation import decode
+from pycriticalkv.evaluation.divergence import divergence
 
 PROMPT = 6000
 FORCED = 512

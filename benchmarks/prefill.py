@@ -1,7 +1,8 @@
-"""Reading a long prompt in every mode: wall time, memory of the cache, and resident memory.
+"""Reading a long prompt in every mode, and answering it: wall time, memory of the cache, and resident memory.
 
     python benchmarks/prefill.py --model qwen-coder-0.5b --prompt 30000 --rounds 1
 
+The prompt is a chat: public text with a fact hidden in it (task "facts" of the evaluation), and the question for it.
 Every reading is a process of its own, and the modes take turns. Seconds are of the whole prompt, evictions included,
 divided by those of the same round's stock. Cache: what kv_stats() says was allocated at the peak, hidden states apart;
 for stock, what llama.cpp allocates for the same n_ctx. Resident memory is sampled every 10 ms: all of it, and without
@@ -22,9 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import texts
-from memory import CACHE_TYPES, CHARACTERS_PER_TOKEN, MB, stock_bytes
+from memory import CACHE_TYPES, MB, stock_bytes
 
 from pycriticalkv import Llama, Stream
+from pycriticalkv.evaluation import prompts
+from pycriticalkv.evaluation.tasks import make_sample, score
+
+ANSWER = 48  # tokens
 
 MODES = {
     "stock": {"flash_attn": True},
@@ -68,7 +73,12 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
         more.update(stream=Stream(args.observe, chunk=args.chunk))
     path = str(texts.fetch.fetch(args.model))
     llm = Llama(path, n_ctx=args.n_ctx, type_k=kind, type_v=kind, n_threads=args.threads, verbose=False, **more)
-    tokens = llm.tokenize(texts.long_text(args.prompt * CHARACTERS_PER_TOKEN).encode())[: args.prompt]
+
+    def count(piece: str) -> int:
+        return len(llm.tokenize(piece.encode(), add_bos=False, special=False))
+
+    sample = make_sample("facts", n_tokens=args.prompt, seed=args.seed, count_tokens=count)
+    tokens = prompts.build(llm, sample.context, sample.question).tokens
     llm.eval(tokens[:8])
     llm.reset()
     start = Resident()
@@ -77,8 +87,15 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     watch.start()
     begun = time.perf_counter()
     llm.eval(tokens)
-    llm.sample(temp=0.0)  # waits for the graph
-    row = {"seconds": time.perf_counter() - begun, "loaded": start.anonymous}
+    token = llm.sample(temp=0.0)  # waits for the graph
+    row: dict[str, Any] = {"seconds": time.perf_counter() - begun, "loaded": start.anonymous}
+    answer: list[int] = []
+    while len(answer) < ANSWER and token != llm.token_eos():
+        answer.append(token)
+        llm.eval([token])
+        token = llm.sample(temp=0.0)
+    row["answer"] = llm.detokenize(answer).decode("utf-8", errors="replace")
+    row["score"] = score(sample, row["answer"])
     watch.done = True
     watch.join()
     row.update(resident=watch.all, anonymous=watch.anonymous)
@@ -97,14 +114,15 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=7500)
-    parser.add_argument("--n-ctx", type=int, help="default: the prompt and 256 more")
+    parser.add_argument("--n-ctx", type=int, help="default: the prompt and 512 more")
+    parser.add_argument("--seed", type=int, default=0, help="of the fact and the place that it is hidden at")
     parser.add_argument("--observe", default="re-peek", help="of Stream")
     parser.add_argument("--chunk", type=int, help="of Stream")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.n_ctx = args.n_ctx or args.prompt + 256
+    args.n_ctx = args.n_ctx or args.prompt + 512
     if args.one is not None:
         print(json.dumps(measure(args, args.one)))
         return
@@ -117,16 +135,17 @@ def main() -> None:
             rows[mode].append(json.loads(out))
             print(f"{mode}: {json.dumps(rows[mode][-1])}", file=sys.stderr, flush=True)
     print("| | s | over stock | entries per head, peak | cache, peak MB | hidden states MB |", end="")
-    print(" resident MB | without file pages: loaded | peak |")
-    print("| --- |" + " --- |" * 8)
+    print(" resident MB | without file pages: loaded | peak | right answers |")
+    print("| --- |" + " --- |" * 9)
     for mode, readings in rows.items():
-        middle = {key: statistics.median(row[key] for row in readings) for key in readings[0]}
+        middle = {key: statistics.median(row[key] for row in readings) for key in readings[0] if key != "answer"}
         ratio = statistics.median(
             row["seconds"] / stock["seconds"] for row, stock in zip(readings, rows[args.modes[0]], strict=True)
         )
         print(
             f"| {mode} | {middle['seconds']:.1f} | {ratio:.2f} | {middle['entries']:.0f} | {middle['cache']:.1f} | "
-            f"{middle['hidden']:.1f} | {middle['resident']:.0f} | {middle['loaded']:.0f} | {middle['anonymous']:.0f} |"
+            f"{middle['hidden']:.1f} | {middle['resident']:.0f} | {middle['loaded']:.0f} | {middle['anonymous']:.0f} | "
+            f"{sum(row['score'] for row in readings):.0f} of {len(readings)} |"
         )
 
 

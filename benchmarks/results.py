@@ -31,7 +31,7 @@ def read(path: Path) -> tuple[str, list[Outcome], list[Continuation]]:
 
 
 def accuracy_table(cells: list[Cell]) -> str:
-    """One row per task, length, setting and budget; one column per policy."""
+    """One row per task, length, setting, budget and prefill; one column per policy."""
     rows: dict[tuple[Any, ...], dict[str, Cell]] = {}
     full: dict[tuple[Any, ...], Cell] = {}
     for cell in cells:
@@ -39,29 +39,57 @@ def accuracy_table(cells: list[Cell]) -> str:
         if cell.policy == FULL:
             full[key] = cell
         else:
-            rows.setdefault((*key, cell.budget), {})[cell.policy] = cell
+            rows.setdefault((*key, cell.budget, cell.prefill), {})[cell.policy] = cell
+    policies = present(cells)
     lines = [
-        f"| task | tokens | setting | budget | n | full | {' | '.join(PRESETS)} |",
-        "| --- |" + " --- |" * (5 + len(PRESETS)),
+        f"| task | tokens | setting | budget | prefill | n | full | {' | '.join(policies)} |",
+        "| --- |" + " --- |" * (6 + len(policies)),
     ]
-    for (task, n_tokens, setting, budget), of in rows.items():
+    for (task, n_tokens, setting, budget, prefill), of in rows.items():
         whole = full[task, n_tokens, setting]
-        shown = [whole, *(of[policy] for policy in PRESETS)]
+        shown = [whole, *(of[policy] for policy in policies)]
         accuracies = " | ".join(f"{cell.accuracy:.2f} ({cell.low:.2f}, {cell.high:.2f})" for cell in shown)
-        lines.append(f"| {task} | {n_tokens} | {setting} | {budget_name(budget)} | {whole.n} | {accuracies} |")
+        lines.append(
+            f"| {task} | {n_tokens} | {setting} | {budget_name(budget)} | {prefill} | {whole.n} | {accuracies} |"
+        )
+    return "\n".join(lines)
+
+
+def present(cells: list[Any]) -> list[str]:
+    """Policies that were measured, in the order of the presets."""
+    return [policy for policy in PRESETS if any(cell.policy == policy for cell in cells)]
+
+
+def prefill_table(outcomes: list[Outcome]) -> str:
+    """How prompts were read, over all tasks, lengths and budgets: accuracy and KL of the answer's first token."""
+    lines = [
+        "| setting | policy | budget | prefill | n | accuracy | KL of the first token, nats |",
+        "| --- |" + " --- |" * 6,
+    ]
+    groups: dict[tuple[Any, ...], list[Outcome]] = {}
+    for o in outcomes:
+        groups.setdefault((o.setting, o.policy, o.budget, o.prefill), []).append(o)
+    for (setting, policy, budget, prefill), members in sorted(groups.items(), key=lambda item: str(item[0])):
+        score, kl = np.array([o.score for o in members]), np.array([o.kl for o in members])
+        cells = [f"{x.mean():.3f} ({low:.3f}, {high:.3f})" for x in (score, kl) for low, high in [interval(x)]]
+        lines.append(
+            f"| {setting} | {policy} | {budget_name(budget)} | {prefill} | {len(members)} | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
 def difference_table(outcomes: list[Outcome]) -> str:
     """Differences between policies in pairs, over all tasks, lengths and budgets; resampled by sample."""
     lines = ["| setting | difference | mean | 95 % | better, equal, worse |", "| --- | --- | --- | --- | --- |"]
-    scores = {(o.setting, o.policy, o.task, o.seed, o.n_tokens, o.budget): o.score for o in outcomes}
+    scores = {(o.setting, o.policy, o.task, o.seed, o.n_tokens, o.budget, o.prefill): o.score for o in outcomes}
+    policies = present(outcomes)
+    pairs = [(one, other) for one, other in PAIRS if one in policies and other in policies]
     for setting in dict.fromkeys(o.setting for o in outcomes):
-        for one, other in PAIRS:
+        for one, other in pairs:
             by_sample: dict[tuple[Any, ...], list[float]] = {}
-            for (its, policy, *sample, budget), value in scores.items():
+            for (its, policy, *sample, budget, prefill), value in scores.items():
                 if its == setting and policy == one:
-                    difference = value - scores[(setting, other, *sample, budget)]
+                    difference = value - scores[(setting, other, *sample, budget, prefill)]
                     by_sample.setdefault(tuple(sample), []).append(difference)
             every = np.array([d for values in by_sample.values() for d in values])
             means = np.array([np.mean(values) for values in by_sample.values()])
@@ -76,11 +104,12 @@ def divergence_table(measured: list[Continuation]) -> str:
     rows: dict[tuple[Any, ...], dict[str, ContinuationCell]] = {}
     for cell in summarize_continuations(measured):
         if cell.policy != FULL:
-            rows.setdefault((cell.n_tokens, cell.budget), {})[cell.policy] = cell
-    lines = [f"| tokens | budget | {' | '.join(PRESETS)} |", "| --- |" + " --- |" * (1 + len(PRESETS))]
-    for (n_tokens, budget), of in rows.items():
-        cells = " | ".join(f"{of[p].kl:.3f} ({of[p].kl_low:.3f}, {of[p].kl_high:.3f})" for p in PRESETS)
-        lines.append(f"| {n_tokens} | {budget_name(budget)} | {cells} |")
+            rows.setdefault((cell.n_tokens, cell.budget, cell.prefill), {})[cell.policy] = cell
+    policies = [policy for policy in PRESETS if any(policy in of for of in rows.values())]
+    lines = [f"| tokens | budget | prefill | {' | '.join(policies)} |", "| --- |" + " --- |" * (2 + len(policies))]
+    for (n_tokens, budget, prefill), of in rows.items():
+        cells = " | ".join(f"{of[p].kl:.3f} ({of[p].kl_low:.3f}, {of[p].kl_high:.3f})" for p in policies)
+        lines.append(f"| {n_tokens} | {budget_name(budget)} | {prefill} | {cells} |")
     return "\n".join(lines)
 
 
@@ -89,7 +118,10 @@ def main() -> None:
     for path in sys.argv[1:]:
         model, outcomes, measured = read(Path(path))
         print(f"\n### {model}\n\n{accuracy_table(summarize(outcomes))}\n\n{difference_table(outcomes)}")
-        print(f"\nKL divergence from the full cache:\n\n{divergence_table(measured)}")
+        if any(o.prefill != "full" for o in outcomes):
+            print(f"\n{prefill_table(outcomes)}")
+        if measured:
+            print(f"\nKL divergence from the full cache:\n\n{divergence_table(measured)}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def _llama_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _add_eval(commands: Any) -> None:
-    from pycriticalkv.evaluation.runner import SETTINGS  # noqa: PLC0415
+    from pycriticalkv.evaluation.runner import PREFILLS, SETTINGS  # noqa: PLC0415
     from pycriticalkv.evaluation.tasks import TASKS  # noqa: PLC0415
     from pycriticalkv.policy import PRESETS  # noqa: PLC0415
 
@@ -80,6 +80,9 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--policies", nargs="+", default=list(PRESETS), choices=PRESETS)
     parser.add_argument("--budgets", type=budget, nargs="+", default=[0.1, 0.2, 512],
                         help="entries per KV head (512) or shares (0.2, 20%%) (default: 0.1 0.2 512)")  # fmt: skip
+    parser.add_argument("--prefill", nargs="+", default=["full"], choices=PREFILLS, dest="prefills",
+                        help="how prompts are read: of full, exact, stream, stream-peek, stream-window (default: full, "
+                        "once for all policies and budgets; the others read the prompt for each of them)")  # fmt: skip
     parser.add_argument("--window", type=int, help="queries that observe, in place of the policies' own")
     parser.add_argument("--text", type=Path, help="a text file to hide things in, instead of public text")
     parser.add_argument(
@@ -126,13 +129,20 @@ def _eval(args: argparse.Namespace) -> None:
         tasks=tuple(args.tasks), n_tokens=tuple(args.tokens), settings=tuple(args.settings),
         seeds=tuple(range(args.first_seed, args.first_seed + args.samples)),
         policies=tuple(args.policies), budgets=tuple(args.budgets), window=args.window,
+        prefills=tuple(args.prefills),
     )  # fmt: skip
     questions = load_questions(args.questions) if args.questions else []
     if questions:
         grid = replace(grid, tasks=())
     text = _read(args.text, "--text") if args.text else None
     forced = args.forced
-    with Evaluator(args.model, grid, forced=forced, **_llama_arguments(args)) as evaluator:
+    bar = tqdm(unit="answer", disable=None)
+
+    def reading(done: int, total: int) -> None:
+        bar.set_postfix_str(f"read {done} of {total} tokens")
+
+    arguments = {**_llama_arguments(args), "prefill_progress": reading}
+    with bar, Evaluator(args.model, grid, forced=forced, **arguments) as evaluator:
         passages = 0 if questions else args.passages
         if passages is None:
             passages = passages_that_fit(evaluator, forced, most=DEFAULT_PASSAGES, text=text)
@@ -148,9 +158,9 @@ def _eval(args: argparse.Namespace) -> None:
             c for c in records if isinstance(c, Continuation) and c.passage < passages and c.forced == forced
             and c.n_tokens in grid.n_tokens and c.arm in grid.arms
         ]  # fmt: skip
-        total = grid.size or len(questions) * len(grid.settings) * len(grid.arms)
-        total += passages * len(grid.n_tokens) * len(grid.arms)
-        bar = tqdm(total=total, initial=len(outcomes) + len(followed), unit="answer", disable=None)
+        bar.total = grid.size or len(questions) * len(grid.settings) * len(grid.arms)
+        bar.total += passages * len(grid.n_tokens) * len(grid.arms)
+        bar.update(len(outcomes) + len(followed))
 
         def keep(record: Any, records: list[Any]) -> None:
             append_outcome(args.out, record)
@@ -162,7 +172,6 @@ def _eval(args: argparse.Namespace) -> None:
         missing = evaluator.ask(questions, done=outcomes) if questions else evaluator.run(done=outcomes, text=text)
         for outcome in missing:
             keep(outcome, outcomes)
-        bar.close()
     print(table(summarize(outcomes)))
     overall = summarize(outcomes, by_task=False)
     print()
@@ -246,6 +255,10 @@ def _add_inspect(commands: Any) -> None:
     parser.set_defaults(run=_inspect)
 
 
+def _print_progress(done: int, total: int) -> None:
+    print(f"\rread {done} of {total} tokens", end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+
 def _inspect(args: argparse.Namespace) -> None:
     from pycriticalkv import Llama  # noqa: PLC0415
     from pycriticalkv.evaluation.inspection import inspect_prompt, write_html  # noqa: PLC0415
@@ -258,6 +271,8 @@ def _inspect(args: argparse.Namespace) -> None:
         prompt = _read(Path(prompt[1:]), "PROMPT")
     arguments = _llama_arguments(args)
     llm = Llama(str(args.model), kv_budget=args.budget, kv_policy=args.policy, verbose=False, **arguments)
+    if sys.stderr.isatty():
+        llm.prefill_progress = _print_progress
     inspection = inspect_prompt(llm, prompt)
     llm.close()
     write_html(inspection, args.out)

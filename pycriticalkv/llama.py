@@ -168,9 +168,7 @@ class Llama(llama_cpp.Llama):
             self.close()
             raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {e}") from None
         try:
-            self._kv_prefill = self._kv_prefill.check(
-                self._kv_policy.window, self._kv_store.check_prefill, self._kv_store.check_peek
-            )
+            self._kv_prefill = self._kv_prefill.check(self._kv_policy.window, self._kv_store.check_prefill)
             self._kv_mode = self._kv_prefill.mode
         except ValueError:
             self.close()
@@ -415,7 +413,7 @@ class Llama(llama_cpp.Llama):
 
     def _peeked(self, tokens: Sequence[int]) -> list[int]:
         """The tokens that a stream peeks at: the question that was named, or the last ones of the prompt."""
-        most = self._kv_policy.window + MOST_PEEKED
+        most = min(self._kv_policy.window + MOST_PEEKED, self.context_params.n_ubatch)
         if self.question is not None:
             if not isinstance(self.question, str):
                 raise TypeError(f"question={self.question!r}: allowed are a str and None")

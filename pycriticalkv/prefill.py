@@ -31,7 +31,7 @@ class Stream:
             cache at that eviction. ``"peek"``: the same tokens, but run once, before the prompt. ``"window"``: the last
             tokens of what has been read, which do not know the question.
         tokens: How many of the prompt's last tokens are peeked at; in a chat, at least as many as the last user message
-            has. At most the policy's window + 32.
+            has. At most the policy's window + 32, and at most one ubatch of them.
         chunk: Tokens that are read between two evictions; ``None``: one ubatch.
 
     Raises:
@@ -93,10 +93,10 @@ class Prefill:
     stream: Stream = Stream()
     memory_limit: int | None = None  # bytes
 
-    def check(self, window: int, check_exact: Callable[[], None], check_peek: Callable[[], None]) -> Prefill:
+    def check(self, window: int, check_exact: Callable[[], None]) -> Prefill:
         """What it comes to for a model and a policy's window: mode "auto" becomes exact or full.
 
-        The two functions raise ValueError if the model cannot be read layer by layer, or be peeked with.
+        The function raises ValueError if the model cannot be read layer by layer.
 
         Raises:
             ValueError: What was asked for cannot be had.
@@ -108,14 +108,6 @@ class Prefill:
                 f"tokens={self.stream.tokens}: Stream can peek at no more than the policy's window + {MOST_PEEKED} = "
                 f"{window + MOST_PEEKED}"
             )
-        streams = self.mode == "stream" or self.memory_limit is not None
-        if streams and self.stream.observe != "window":
-            try:
-                check_peek()
-            except ValueError as e:
-                raise ValueError(
-                    f"prefill='stream' cannot peek with this model: {e}. Stream(observe='window') can be used"
-                ) from None
         if self.mode in ("full", "stream"):
             return self
         try:

@@ -189,10 +189,6 @@ class Store:
         """Give up a prefill that is not ended."""
         check(lib.criticalkv_prefill_cancel(self._ctx))
 
-    def check_peek(self) -> None:
-        """Raise ValueError when the model cannot be peeked with."""
-        check(lib.criticalkv_peek_check(self._ctx))
-
     def peek(self, tokens: Sequence[int], pos: int) -> None:
         """Let evictions ask what these tokens, at positions ``pos`` and up, attend to; none: the window again.
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pycriticalkv.evaluation import Evaluator, Grid, continuations, summarize_continuations
-from pycriticalkv.evaluation.continuation import Continuation, divergence, likelihoods, passages_that_fit
+from pycriticalkv.evaluation.continuation import Continuation, passages_that_fit
+from pycriticalkv.evaluation.divergence import divergence, likelihoods
 from pycriticalkv.evaluation.runner import FULL
 from pycriticalkv.evaluation.tasks import prose
 
@@ -79,7 +80,7 @@ def test_perplexity_is_that_of_the_plain_model(measured, load):
 
 def test_summary():
     def one(passage, kl, nll):
-        return Continuation(passage, 300, 40, "snapkv", 64, 64, kl, 0.5 + passage / 10, nll)
+        return Continuation(passage, 300, 40, "snapkv", 64, "full", 64, kl, 0.5 + passage / 10, nll)
 
     (cell,) = summarize_continuations([one(0, 0.25, 1.0), one(1, 0.75, 2.0)])
     assert (cell.n, cell.kl, cell.forced) == (2, 0.5, 40)

@@ -6,12 +6,24 @@ import json
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from helpers import last_logits
 
 from pycriticalkv import cli
 from pycriticalkv.evaluation import prompts
-from pycriticalkv.evaluation.runner import FULL, Evaluator, Grid, Outcome, Source, append_outcome, open_outcomes
+from pycriticalkv.evaluation.runner import (
+    FULL,
+    PREFILLS,
+    Evaluator,
+    Grid,
+    Outcome,
+    Source,
+    append_outcome,
+    open_outcomes,
+)
 from pycriticalkv.evaluation.summary import interval, summarize, table
+from pycriticalkv.store import Store
 
 GRID = Grid(
     tasks=("niah-single-1", "facts"), n_tokens=(600,), seeds=(0, 1), policies=("critical-max", "snapkv"),
@@ -42,13 +54,47 @@ def test_a_budget_of_everything_answers_as_the_full_cache(outcomes):
     evicted_differ = 0
     for o in outcomes[1]:
         same = o.output == full[o.task, o.seed, o.setting].output
-        if o.budget == 1.0:
-            assert same
-        evicted_differ += o.budget == 64 and not same
+        if o.budget == 1.0 or o.policy == FULL:
+            assert same and o.kl == 0
+        evicted_differ += o.budget == 64 and not same and o.kl > 0
     assert evicted_differ > 0
     for cell in summarize(outcomes[1]):
         if cell.budget == 1.0:
             assert (cell.difference, cell.difference_low, cell.difference_high) == (0.0, 0.0, 0.0)
+
+
+def test_prompts_can_be_read_in_other_ways(outcomes, load):
+    """Each arm as a model that was opened for it: bit for bit."""
+    grid = replace(GRID, policies=("critical-max",), prefills=tuple(PREFILLS))
+    common = {"n_threads": 1, "n_threads_batch": 1, "n_batch": 128, "n_ubatch": 128}
+    with Evaluator(outcomes[0], grid, **common) as evaluator:
+        read = list(evaluator.run())
+        sample = evaluator.sample("facts", 600, 0)
+        prompt = prompts.build(evaluator._reader, sample.context, sample.question)
+        for arm in grid.arms[1:]:
+            if arm.prefill != "full":
+                _, entries, logits = evaluator.evicted(arm, [prompt.context, prompt.question], {})
+                # "exact" against "full": they are the same
+                mode = PREFILLS[arm.prefill] if arm.prefill != "exact" else PREFILLS["full"]
+                stream = mode.stream if mode.mode == "stream" else None
+                llm = load(outcomes[0], kv_budget=entries, kv_policy=arm.policy, prefill=mode.mode, stream=stream,
+                           n_ctx=1024, **common)  # fmt: skip
+                llm.eval(prompt.tokens)
+                assert np.array_equal(logits, last_logits(llm))
+    assert len(read) == grid.size
+    kl = {(o.task, o.seed, o.setting, o.prefill): o.kl for o in read if o.budget == 64}
+    for (*sample_of, prefill), value in kl.items():
+        same = abs(value - kl[(*sample_of, "full")]) < 1e-3
+        assert same == (prefill in ("full", "exact"))
+
+
+def test_a_prefill_that_the_model_cannot_do_is_refused(tiny, monkeypatch):
+    def refuse(_):
+        raise ValueError("layers are shared")
+
+    monkeypatch.setattr(Store, "check_prefill", refuse)
+    with pytest.raises(ValueError, match="prefill='exact': this model cannot be read layer by layer: layers are sha"):
+        Evaluator(tiny, replace(GRID, prefills=("exact",)), n_threads=1)
 
 
 def test_entries_and_prompts_fit(outcomes):
@@ -123,6 +169,8 @@ def test_a_grid_knows_its_outcomes(outcomes):
         ({"budgets": (1.5,)}, "budget=1.5"),
         ({"budgets": (True,)}, "budget=True"),
         ({"n_tokens": (0,)}, "n_tokens=0"),
+        ({"prefills": ("auto",)}, "prefill='auto' is not known; known are full, exact, stream"),
+        ({"prefills": ("full", "full")}, "'full' is there more than once"),
     ],
 )
 def test_grids_are_checked(arguments, why):
@@ -131,7 +179,7 @@ def test_grids_are_checked(arguments, why):
 
 
 def outcome(seed, policy, budget, score):
-    return Outcome("facts", seed, 600, "query-aware", policy, budget, 600, 60, score, "")
+    return Outcome("facts", seed, 600, "query-aware", policy, budget, "full", 600, 60, score, 0.25 * seed, "")
 
 
 def test_summary():
@@ -144,13 +192,12 @@ def test_summary():
     assert cell.accuracy == 0.625 and cell.difference == -0.375
     assert cell.low <= cell.accuracy <= cell.high
     assert cell.difference_low == pytest.approx(cell.low - 1.0)
-    assert "| facts | 600 | query-aware | snapkv | 10% | 60 | 4 | 0.625" in table(cells)
+    assert (cell.kl, cell.kl_low >= 0, cell.kl_high <= 0.75) == (0.375, True, True)
+    assert "| facts | 600 | query-aware | snapkv | 10% | full | 60 | 4 | 0.625" in table(cells)
     assert math.isnan(summarize(evicted)[0].difference)
 
 
 def test_the_bootstrap_interval_is_that_of_the_mean():
-    import numpy as np  # noqa: PLC0415
-
     values = np.random.default_rng(1).normal(3.0, 2.0, 400)
     low, high = interval(values)
     half = 1.96 * values.std() / 20
@@ -176,15 +223,15 @@ def test_eval_command(outcomes, tmp_path, capsys):
     command = [
         "eval", str(path), "--tasks", "facts", "--tokens", "400", "--samples", "2", "--budgets", "64", "50%",
         "--policies", "snapkv", "--passages", "2", "--forced", "16", "--threads", "1", "--out", str(out),
-        "--plot", str(picture),
+        "--plot", str(picture), "--prefill", "full", "stream",
     ]  # fmt: skip
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
-    assert "| facts | 400 | context-only | snapkv | 50% |" in printed
+    assert "| facts | 400 | context-only | snapkv | 50% | full |" in printed
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     lines = out.read_text().splitlines()
-    assert len(lines) == 1 + 2 * 3 + 2 * 2 * 3
-    assert "| 400 | snapkv | 64 | 64 | 2 x 16 |" in printed
+    assert len(lines) == 1 + 2 * 5 + 2 * 2 * 5
+    assert "| 400 | snapkv | 64 | full | 64 | 2 x 16 |" in printed
     assert cli.main(command) == 0
     assert out.read_text().splitlines() == lines
     assert capsys.readouterr().out == printed

@@ -15,6 +15,7 @@ from pycriticalkv.prefill import Prefill, chunks, parse_memory
 from pycriticalkv.store import Store
 
 UBATCH, BUDGET = 32, 80
+SMALL = {"n_layer": 4, "n_head": 4, "head_dim": 64}
 COMMON = {"kv_budget": BUDGET, "n_ctx": 4096, "n_batch": 2 * UBATCH, "n_ubatch": UBATCH}
 SETTINGS = [Stream(), Stream("peek"), Stream("window"), Stream(tokens=7, chunk=50)]
 IDS = ["re-peek", "peek", "window", "chunk"]
@@ -64,17 +65,21 @@ def test_scores_of_a_peek(tiny, load, tokens, n, aggregate):
 
 
 @pytest.mark.parametrize("n", [1, 32, 48])
-def test_a_peek_changes_nothing_but_scores(tiny, load, tokens, n):
-    llm, other = (load(tiny, kv_budget=64, n_ctx=1024) for _ in range(2))
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "gemma3", "gpt-oss", "lfm2", "granitehybrid"])
+def test_a_peek_changes_nothing_but_scores(make_tiny, load, tokens, arch, n):
+    """Also where the window has slid over many ubatches, so that the peek takes slots of what slid out."""
+    path = make_tiny(arch=arch, **SMALL)
+    llm, other = (load(path, kv_budget=64, n_ctx=1024, n_ubatch=48) for _ in range(2))
     for each in (llm, other):
-        each.eval(tokens(200))
+        each.eval(tokens(700))
         each.eval([5])
     store = llm._kv_store
-    before = store.scores(0, 16)[0]
+    il = store.layers()[0]
+    before = store.scores(il, 16)[0]
     store.peek(tokens(n, seed=2), 900)
-    assert not np.array_equal(store.scores(0, 16)[0], before)
+    assert not np.array_equal(store.scores(il, 16)[0], before)
     store.peek([], 0)
-    assert np.array_equal(store.scores(0, 16)[0], before)
+    assert np.array_equal(store.scores(il, 16)[0], before)
     assert kept(llm) == kept(other)
     for il in store.layers():
         for which in "kvq":
@@ -100,14 +105,18 @@ def test_a_peek_that_cannot_be(tiny, load, tokens):
     llm = load(tiny, kv_budget=64, n_ctx=1024)
     llm.eval(tokens(50))
     for bad, pos, message in (
-        (tokens(49), 100, "n is 49, allowed: 0 to window . 32 = 48"),
+        (tokens(49), 100, "n is 49, allowed: 0 to window . 32, in one ubatch: 48"),
         (tokens(10), 49, "pos is 49, allowed: from the end of the cache, 50"),
         (tokens(10), 1020, "pos is 1020"),
+        (tokens(48), 977, "pos is 977"),
         ([5, 10_000_000], 100, "token 1 is 10000000, which is not in the vocabulary"),
     ):
         with pytest.raises(ValueError, match=message):
             llm._kv_store.peek(bad, pos)
     assert llm._kv_store.stats().n_tokens == 50
+    llm = load(tiny, kv_budget=64, n_ctx=1024, n_ubatch=20)
+    with pytest.raises(ValueError, match="n is 21, allowed: 0 to window . 32, in one ubatch: 20"):
+        llm._kv_store.peek(tokens(21), 100)
 
 
 # ---- a stream --------------------------------------------------------------------------------------------------------
@@ -189,7 +198,7 @@ def test_a_named_question(tiny, load, tokens, peeks):
     llm.question = "abcdefgh " * 50  # its end, as far as there is room
     peeks.clear()
     llm.eval(tokens(300, seed=2))
-    assert {len(peek[0]) for peek in peeks} == {16 + 32}
+    assert {len(peek[0]) for peek in peeks} == {UBATCH}  # less than window + 32
     llm.question = 5
     with pytest.raises(TypeError, match="question=5: allowed are a str and None"):
         llm.eval(tokens(300, seed=3))
@@ -237,7 +246,7 @@ def test_a_chat_peeks_at_the_last_user_message(tiny, load, peeks):
     messages = [{"role": "system", "content": "word " * 60}, {"role": "user", "content": ask}]
     llm.create_chat_completion(messages=messages, max_tokens=2)
     asked = len(llm.tokenize(ask.encode(), add_bos=False, special=False))
-    assert {len(tokens) for tokens, _ in peeks} == {min(asked + 8, 48)}
+    assert {len(tokens) for tokens, _ in peeks} == {min(asked + 8, UBATCH)}
 
 
 def test_a_prompt_of_one_ubatch_is_read_whole(tiny, load, tokens, peeks):
@@ -265,17 +274,20 @@ def test_smollm2_finds_what_it_is_asked_for(smollm2, load):
 # ---- which models, and how much memory -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
-def test_models_that_cannot_be_peeked_with(make_tiny, load, tokens, arch):
-    path = make_tiny(arch=arch, n_layer=4, n_head=4, head_dim=64)
-    with pytest.raises(ValueError, match="prefill='stream' cannot peek with this model: it has sliding windows or rec"):
-        load(path, prefill="stream", **COMMON)
-    with pytest.raises(ValueError, match="cannot peek"):
-        load(path, kv_memory_limit="1MB", **COMMON)
-    llm = load(path, prefill="stream", stream=Stream("window"), **COMMON)
-    llm.eval(tokens(300))
-    assert entries(llm) == BUDGET
-    assert llm.kv_stats().entries_peak < 200
+@pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
+@pytest.mark.parametrize("arch", ["gemma3", "gpt-oss", "lfm2", "granitehybrid"])
+def test_models_with_other_memories(make_tiny, load, tokens, arch, settings):
+    path = make_tiny(arch=arch, **SMALL)
+    one, two = (load(path, prefill="stream", stream=settings, **COMMON) for _ in range(2))
+    two.eval(tokens(100, seed=4))
+    two.reset()
+    for llm in (one, two):
+        llm.eval(tokens(300))
+        assert entries(llm) == BUDGET
+        assert llm.kv_stats().entries_peak < 250
+        greedy(llm, [*tokens(300), *tokens(100, seed=2)], 5)
+    assert kept(one) == kept(two)
+    assert np.array_equal(last_logits(one), last_logits(two))
 
 
 def test_auto_streams_what_would_not_fit(tiny, load, tokens):
@@ -347,19 +359,15 @@ def refuses():
     raise ValueError("its layers have no ends [odd]")
 
 
-def nothing():
-    pass
-
-
 def test_a_model_that_cannot_be_read_layer_by_layer():
     with pytest.warns(UserWarning, match="prefill='full'.*its layers have no ends"):
-        assert Prefill("auto").check(16, refuses, nothing).mode == "full"
+        assert Prefill("auto").check(16, refuses).mode == "full"
     with pytest.raises(ValueError, match="prefill='exact': this model cannot be read layer by layer: its layers"):
-        Prefill("exact").check(16, refuses, nothing)
+        Prefill("exact").check(16, refuses)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Prefill("full").check(16, refuses, nothing).mode == "full"
-        assert Prefill("stream").check(16, refuses, nothing).mode == "stream"
+        assert Prefill("full").check(16, refuses).mode == "full"
+        assert Prefill("stream").check(16, refuses).mode == "stream"
 
 
 # ---- interruptions ---------------------------------------------------------------------------------------------------

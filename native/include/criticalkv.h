@@ -165,12 +165,11 @@ CRITICALKV_API int criticalkv_prefill(struct llama_context * ctx, const int32_t 
  * is no memory for that, empty. Without such a prompt nothing happens. */
 CRITICALKV_API int criticalkv_prefill_cancel(struct llama_context * ctx);
 
-/* Peek at tokens that come later: runs n tokens (at most window + 32) at positions pos and up over the cache as it is, and
- * keeps only their queries. Until the cache is cleared, or n is 0, evictions ask what these attend to instead of the
- * window, which stays as well. The cache itself is unchanged. CRITICALKV_ERR_UNSUPPORTED, as criticalkv_peek_check says
- * before: sliding windows and recurrent states could not be brought back. */
+/* Peek at tokens that come later: runs n tokens (at most window + 32, and at most one ubatch) at positions pos and up over
+ * the cache as it is, and keeps only their queries. Until the cache is cleared, or n is 0, evictions ask what these attend
+ * to instead of the window, which stays as well. The cache itself is unchanged, recurrent states too; of sliding windows
+ * entries may be gone that no token from the next on sees. */
 CRITICALKV_API int criticalkv_peek(struct llama_context * ctx, const int32_t * tokens, int32_t n, int32_t pos);
-CRITICALKV_API int criticalkv_peek_check(struct llama_context * ctx);
 
 /* For tests: the k-th allocation of rows or hidden states on this thread from now on fails; 0: none does. */
 CRITICALKV_API int criticalkv_fail_allocation(int32_t k);

@@ -116,14 +116,6 @@ int criticalkv_peek(llama_context * ctx, const int32_t * tokens, int32_t n, int3
     });
 }
 
-int criticalkv_peek_check(llama_context * ctx) {
-    return guarded([&] {
-        if (const char * why = store_of(ctx).refuse_peek()) {
-            throw criticalkv::error(CRITICALKV_ERR_UNSUPPORTED, why);
-        }
-    });
-}
-
 int criticalkv_reserve(llama_context * ctx, int64_t n) {
     return guarded([&] { idle_store_of(ctx).reserve(*ctx, n); });
 }

@@ -14,11 +14,6 @@
 
 namespace criticalkv {
 
-const char * store::refuse_peek() const {
-    return owner.get_memory() == &cache ? nullptr :
-                                          "it has sliding windows or recurrent states, which a look ahead would change";
-}
-
 std::vector<std::vector<float>> store::read_rings() const {
     std::vector<std::vector<float>> rings;
     for (const layer & l : layers) {
@@ -52,15 +47,19 @@ static observers queries_of(const std::vector<std::vector<float>> & rings, const
     return seen;
 }
 
-// The tokens take free slots for a moment; those, and the ring of queries, are as before in the end.
+// The tokens take free slots for a moment; those, recurrent states and the ring of queries are as before in the end.
+// In a sliding window they may take slots of entries that no later token sees; those are gone.
 void store::run_peek(llama_context & lctx, const request & what) {
-    const int32_t        n       = (int32_t) what.tokens.size();
-    const auto           batches = make_batches(lctx, what.tokens.data(), n, what.first);
-    const slots_snapshot slots   = take_snapshot();
-    const auto           rings   = read_rings();
-    const auto           before  = query_pos;
-    const auto           restore = [&] {
+    const int32_t  n       = (int32_t) what.tokens.size();
+    const auto     batches = make_batches(lctx, what.tokens.data(), n, what.first);
+    slots_snapshot slots   = take_snapshot();
+    const auto     states  = read_states();
+    const auto     rings   = read_rings();
+    const auto     before  = query_pos;
+    const auto     restore = [&] {
+        keep_what_slid(slots, what.first);
         rewind(slots);
+        write_states(states);
         write_rings(rings);
         query_pos = before;
     };
@@ -93,18 +92,17 @@ void store::peek(llama_context & lctx, const int32_t * tokens, int32_t n, int32_
         seen_by = {};
         return;
     }
-    if (n < 0 || n > ring()) {
-        throw error(CRITICALKV_ERR_ARGUMENT,
-                    "n is " + std::to_string(n) + ", allowed: 0 to window + 32 = " + std::to_string(ring()));
+    // one ubatch: a second one could take the slots of what is still in the window before the first
+    const int32_t most = std::min(ring(), (int32_t) lctx.get_cparams().n_ubatch);
+    if (n < 0 || n > most) {
+        throw error(CRITICALKV_ERR_ARGUMENT, "n is " + std::to_string(n) +
+                                                 ", allowed: 0 to window + 32, in one ubatch: " + std::to_string(most));
     }
     const int64_t n_cells = (int64_t) cells().size();
     if (pos < n_positions() || pos + (int64_t) n > n_cells || n_entries() + (int64_t) n > n_cells) {
         throw error(CRITICALKV_ERR_ARGUMENT, "pos is " + std::to_string(pos) +
                                                  ", allowed: from the end of the cache, " +
                                                  std::to_string(n_positions()) + ", to the end of n_ctx");
-    }
-    if (const char * why = refuse_peek()) {
-        throw error(CRITICALKV_ERR_UNSUPPORTED, why);
     }
     request what;
     what.what = request::PEEK;

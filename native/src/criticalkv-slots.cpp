@@ -6,6 +6,9 @@
 #include "llama-kv-cache.h"
 #include "llama-memory-hybrid.h"
 
+#include <algorithm>
+#include <iterator>
+
 namespace criticalkv {
 
 // The other half of the memory that the store's cache is in, which is not evicted.
@@ -17,6 +20,17 @@ static llama_kv_cache * sliding_cache(llama_memory_i * memory) {
 static llama_memory_recurrent * recurrent_states(llama_memory_i * memory) {
     auto * hybrid = dynamic_cast<llama_memory_hybrid *>(memory);
     return hybrid != nullptr ? hybrid->get_mem_recr() : nullptr;
+}
+
+static std::vector<ggml_tensor *> state_tensors(llama_memory_i * memory) {
+    std::vector<ggml_tensor *> all;
+    if (const llama_memory_recurrent * r = recurrent_states(memory)) {
+        for (const auto * tensors : { &r->r_l, &r->s_l, &r->p_l }) {
+            std::copy_if(tensors->begin(), tensors->end(), std::back_inserter(all),
+                         [](const ggml_tensor * t) { return t != nullptr; });
+        }
+    }
+    return all;
 }
 
 std::vector<llama_kv_cache *> store::caches() const {
@@ -65,13 +79,33 @@ std::unordered_set<const ggml_tensor *> store::memory_tensors() const {
             all.insert({ l.k, l.v });
         }
     }
-    if (const llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
-        all.insert(r->r_l.begin(), r->r_l.end());
-        all.insert(r->s_l.begin(), r->s_l.end());
-        all.insert(r->p_l.begin(), r->p_l.end());
-    }
-    all.erase(nullptr);
+    const auto states = state_tensors(owner.get_memory());
+    all.insert(states.begin(), states.end());
     return all;
+}
+
+void store::keep_what_slid(slots_snapshot & s, int32_t first) {
+    const std::vector<llama_kv_cache *> all = caches();
+    for (size_t i = 1; i < all.size(); ++i) {
+        all[i]->seq_rm(-1, first, -1);
+        s.cells[i] = all[i]->v_cells;
+    }
+}
+
+std::vector<std::vector<uint8_t>> store::read_states() const {
+    std::vector<std::vector<uint8_t>> states;
+    for (const ggml_tensor * t : state_tensors(owner.get_memory())) {
+        states.emplace_back(ggml_nbytes(t));
+        ggml_backend_tensor_get(t, states.back().data(), 0, states.back().size());
+    }
+    return states;
+}
+
+void store::write_states(const std::vector<std::vector<uint8_t>> & states) {
+    const auto tensors = state_tensors(owner.get_memory());
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        ggml_backend_tensor_set(tensors[i], states[i].data(), 0, states[i].size());
+    }
 }
 
 }  // namespace criticalkv

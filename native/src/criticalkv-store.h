@@ -208,9 +208,6 @@ class store {
     // From now on, until the cache is cleared or n is 0, evictions ask what these tokens at positions pos... attend to.
     void peek(llama_context & lctx, const int32_t * tokens, int32_t n, int32_t pos);
 
-    // Why this memory cannot be peeked from, or nullptr.
-    const char * refuse_peek() const;
-
     criticalkv_stats     stats() const;
     std::vector<int32_t> positions(const layer & l, int32_t head) const;
     std::vector<float>   read(llama_context & lctx, int32_t which, int32_t il) const;
@@ -295,6 +292,9 @@ class store {
     std::vector<llama_kv_cache *>           caches() const;
     slots_snapshot                          take_snapshot() const;
     void                                    rewind(const slots_snapshot & s);
+    void                                    keep_what_slid(slots_snapshot & s, int32_t first);
+    std::vector<std::vector<uint8_t>>       read_states() const;
+    void                                    write_states(const std::vector<std::vector<uint8_t>> & states);
     std::vector<std::vector<float>>         read_rings() const;
     void                                    write_rings(const std::vector<std::vector<float>> & rings);
     void                                    run_peek(llama_context & lctx, const request & what);

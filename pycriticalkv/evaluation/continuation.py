@@ -15,6 +15,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from pycriticalkv.evaluation.divergence import divergence, likelihoods
 from pycriticalkv.evaluation.runner import FULL, Arm, Evaluator, States
 from pycriticalkv.evaluation.summary import budget_name
 from pycriticalkv.evaluation.tasks import prose
@@ -22,7 +23,6 @@ from pycriticalkv.llama import Llama
 
 # 97.5 % quantiles of Student's t distribution with 1, 2, ... 10 degrees of freedom; the last is used for more
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-CHUNK = 64  # rows at a time: a vocabulary of 150,000 in float64 is large
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Continuation:
     forced: int  # tokens that follow
     policy: str
     budget: int | float | None
+    prefill: str
     entries: int  # per KV head after the eviction
     kl: float  # KL(full || this arm), mean over the forced tokens but the first, nats
     same_first: float  # share of these tokens before which the most likely token is that of the full cache
@@ -41,13 +42,13 @@ class Continuation:
 
     @property
     def arm(self) -> Arm:
-        """Policy and budget."""
-        return Arm(self.policy, self.budget)
+        """Policy, budget and prefill."""
+        return Arm(self.policy, self.budget, self.prefill)
 
     @property
     def key(self) -> tuple[object, ...]:
         """What makes it the answer to one question."""
-        return (self.passage, self.n_tokens, self.forced, self.policy, self.budget)
+        return (self.passage, self.n_tokens, self.forced, self.arm)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class ContinuationCell:
     n_tokens: int
     policy: str
     budget: int | float | None
+    prefill: str
     entries: float
     n: int  # passages
     forced: int
@@ -81,31 +83,6 @@ def decode(llm: Llama, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
         llm.n_tokens += len(batch)
         pointer = llama_cpp.llama_get_logits(llm.ctx)
         rows.append(np.ctypeslib.as_array(pointer, shape=(len(batch), llm.n_vocab())).copy())
-    return np.concatenate(rows)
-
-
-def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """Row by row, in float64."""
-    x = logits.astype(np.float64)
-    x -= x.max(axis=1, keepdims=True)
-    return np.asarray(x - np.log(np.exp(x).sum(axis=1, keepdims=True)))
-
-
-def divergence(full: npt.NDArray[np.float32], evicted: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-    """KL(full || evicted) of each row of logits, in nats."""
-    rows = []
-    for i in range(0, len(full), CHUNK):
-        p, q = log_softmax(full[i : i + CHUNK]), log_softmax(evicted[i : i + CHUNK])
-        rows.append((np.exp(p) * (p - q)).sum(axis=1))
-    return np.concatenate(rows)
-
-
-def likelihoods(logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Log-likelihood of each token under its row of logits, in nats."""
-    rows = []
-    for i in range(0, len(tokens), CHUNK):
-        chosen = np.asarray(tokens[i : i + CHUNK])
-        rows.append(log_softmax(logits[i : i + CHUNK])[np.arange(len(chosen)), chosen])
     return np.concatenate(rows)
 
 
@@ -152,7 +129,7 @@ def continuations(
     _check(evaluator, passages, forced, tokens)
     for n_tokens in evaluator.grid.n_tokens:
         for passage in range(passages):
-            arms = [a for a in evaluator.grid.arms if (passage, n_tokens, forced, a.policy, a.budget) not in known]
+            arms = [arm for arm in evaluator.grid.arms if (passage, n_tokens, forced, arm) not in known]
             n = n_tokens + forced
             if arms:
                 read = (evaluator.first_tokens + tokens[passage * n : (passage + 1) * n])[:n]
@@ -176,6 +153,7 @@ def _measure(
                 len(forced),
                 arm.policy,
                 arm.budget,
+                arm.prefill,
                 entries,
                 float(divergence(full, logits).mean()),
                 float(np.mean(full.argmax(axis=1) == logits.argmax(axis=1))),
@@ -196,7 +174,7 @@ def summarize_continuations(measured: Sequence[Continuation]) -> list[Continuati
     """Cells in the order of what was measured."""
     groups: dict[tuple[object, ...], list[Continuation]] = {}
     for c in measured:
-        groups.setdefault((c.n_tokens, c.policy, c.budget, c.forced), []).append(c)
+        groups.setdefault((c.n_tokens, c.arm, c.forced), []).append(c)
     cells = []
     for members in groups.values():
         first = members[0]
@@ -207,6 +185,7 @@ def summarize_continuations(measured: Sequence[Continuation]) -> list[Continuati
                 first.n_tokens,
                 first.policy,
                 first.budget,
+                first.prefill,
                 float(np.mean([c.entries for c in members])),
                 len(members),
                 first.forced,
@@ -222,13 +201,15 @@ def summarize_continuations(measured: Sequence[Continuation]) -> list[Continuati
 
 def continuation_table(cells: Sequence[ContinuationCell]) -> str:
     """A Markdown table: a row per length and arm."""
-    head = "| tokens | policy | budget | entries | passages | KL, nats (95 %) | same first token | perplexity |"
-    rows = [head, "| --- " * 8 + "|"]
+    head = (
+        "| tokens | policy | budget | prefill | entries | passages | KL, nats (95 %) | same first token | perplexity |"
+    )
+    rows = [head, "| --- " * 9 + "|"]
     for c in cells:
         kl = "" if c.policy == FULL else f"{c.kl:.4f} ({c.kl_low:.4f} to {c.kl_high:.4f})"
         same = "" if c.policy == FULL else f"{c.same_first:.3f}"
         rows.append(
-            f"| {c.n_tokens} | {c.policy} | {budget_name(c.budget)} | {c.entries:.0f} | {c.n} x {c.forced} | {kl} "
-            f"| {same} | {c.perplexity:.3f} |"
+            f"| {c.n_tokens} | {c.policy} | {budget_name(c.budget)} | {c.prefill} | {c.entries:.0f} "
+            f"| {c.n} x {c.forced} | {kl} | {same} | {c.perplexity:.3f} |"
         )
     return "\n".join(rows)

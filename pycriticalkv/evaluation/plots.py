@@ -23,18 +23,21 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _over_budgets(axis: Any, cells: Sequence[Any], arms: tuple[list[str], list[Any]], names: Sequence[str]) -> None:
-    """A line per policy with its intervals; `names` are the fields of the value and of its interval's ends."""
-    policies, budgets = arms
+def _over_budgets(
+    axis: Any, cells: Sequence[Any], arms: tuple[list[tuple[str, str]], list[Any]], names: Sequence[str]
+) -> None:
+    """A line per policy and prefill with intervals; `names` are the fields of the value and of its interval's ends."""
+    kinds, budgets = arms
     value, low, high = names
-    for i, policy in enumerate(policies):
-        line = [c for budget in budgets for c in cells if c.policy == policy and c.budget == budget]
+    for i, (policy, prefill) in enumerate(kinds):
+        line = [c for b in budgets for c in cells if (c.policy, c.prefill, c.budget) == (policy, prefill, b)]
         # a little apart, so that the intervals can be told from each other
-        x = [budgets.index(c.budget) + (i - (len(policies) - 1) / 2) * 0.08 for c in line]
+        x = [budgets.index(c.budget) + (i - (len(kinds) - 1) / 2) * 0.08 for c in line]
         y = [getattr(c, value) for c in line]
         errors = [[v - getattr(c, low) for v, c in zip(y, line, strict=True)],
                   [getattr(c, high) - v for v, c in zip(y, line, strict=True)]]  # fmt: skip
-        axis.errorbar(x, y, errors, marker="o", capsize=3, label=policy)
+        name = policy if prefill == "full" else f"{policy}, {prefill}"
+        axis.errorbar(x, y, errors, marker="o", capsize=3, label=name)
     axis.set_xticks(range(len(budgets)), [budget_name(budget) for budget in budgets])
     axis.set_xlabel("budget (share, or entries per KV head)")
     axis.grid(alpha=0.3)
@@ -43,14 +46,14 @@ def _over_budgets(axis: Any, cells: Sequence[Any], arms: tuple[list[str], list[A
 def plot_evaluation(cells: Sequence[Cell], continuations: Sequence[ContinuationCell], path: Path, title: str) -> None:
     """Over budget: accuracy, a panel per length and setting, and KL divergence, a panel per length.
 
-    A line per policy; the full cache's accuracy is a dashed line, its divergence is 0. Cells of one group only
-    (``summarize(..., by_task=False)``); either kind may be missing.
+    A line per policy and prefill; the full cache's accuracy is a dashed line, its divergence is 0. Cells of one group
+    only (``summarize(..., by_task=False)``); either kind may be missing.
     """
     pyplot = _pyplot()
     panels = sorted({(c.n_tokens, c.setting) for c in cells})
     lengths = sorted({c.n_tokens for c in continuations})
     every: list[Any] = [*cells, *continuations]
-    policies = list(dict.fromkeys(c.policy for c in every if c.policy != FULL))
+    kinds = list(dict.fromkeys((c.policy, c.prefill) for c in every if c.policy != FULL))
     budgets = list(dict.fromkeys(c.budget for c in every if c.policy != FULL))
     n_rows, n_columns = bool(panels) + bool(lengths), max(len(panels), len(lengths))
     figure, axes = pyplot.subplots(
@@ -64,13 +67,13 @@ def plot_evaluation(cells: Sequence[Cell], continuations: Sequence[ContinuationC
         for c in here:
             if c.policy == FULL:
                 axis.axhline(c.accuracy, color="0.4", linestyle="--", label="full cache")
-        _over_budgets(axis, here, (policies, budgets), ("accuracy", "low", "high"))
+        _over_budgets(axis, here, (kinds, budgets), ("accuracy", "low", "high"))
         axis.set_title(f"{n_tokens} tokens, {setting}" if n_tokens else setting)
         axis.set_ylim(-0.03, 1.03)
     for axis, n_tokens in zip(axes[-1], lengths, strict=False):
         axis.set_visible(True)
         here_too = [c for c in continuations if c.n_tokens == n_tokens]
-        _over_budgets(axis, here_too, (policies, budgets), ("kl", "kl_low", "kl_high"))
+        _over_budgets(axis, here_too, (kinds, budgets), ("kl", "kl_low", "kl_high"))
         axis.set_title(f"{n_tokens} tokens, text that follows")
         axis.set_ylim(bottom=0)
     if panels:

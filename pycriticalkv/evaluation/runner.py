@@ -1,7 +1,9 @@
 """Does it still answer right? Tasks with known answers, with the full cache and with evicted ones.
 
-All arms of a sample share one prefill: the prompt is read once, its cache is saved, and every policy and budget starts
-from that state. So a budget of all entries differs from the full cache in nothing, and arms are compared in pairs.
+Prompts are read whole by default, and all arms of a sample share that: the prompt is read once, its cache is saved, and
+every policy and budget starts from that state. So a budget of all entries differs from the full cache in nothing, and
+arms are compared in pairs. The other ways to read a prompt ("exact", "stream") are arms too; those read every prompt
+anew.
 
 Two settings. *query-aware*: the question is part of the prompt that is evicted, as when it is asked once.
 *context-only*: the context is evicted before the question is known, as when a second question is asked.
@@ -9,6 +11,7 @@ Two settings. *query-aware*: the question is part of the prompt that is evicted,
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -21,12 +24,22 @@ import numpy as np
 import numpy.typing as npt
 
 from pycriticalkv.evaluation import prompts
+from pycriticalkv.evaluation.divergence import divergence
 from pycriticalkv.evaluation.tasks import OWN_TASK, TASKS, Sample, make_sample, score
 from pycriticalkv.llama import Llama
-from pycriticalkv.policy import LEAST_SHARE, PRESETS, KVPolicy, resolve_policy
+from pycriticalkv.policy import LEAST_SHARE, PRESETS, Budget, KVPolicy, resolve_policy
+from pycriticalkv.prefill import Prefill, Stream
 
 SETTINGS = ("query-aware", "context-only")
 FULL = "full"  # the arm that keeps everything
+# How the prompt of an arm is read.
+PREFILLS = {
+    "full": Prefill("full"),
+    "exact": Prefill("exact"),
+    "stream": Prefill("stream"),
+    "stream-peek": Prefill("stream", Stream("peek")),
+    "stream-window": Prefill("stream", Stream("window")),
+}
 UNUSED_BUDGET = 2**30  # of a model that is evicted by hand
 # The cache and the last logits after the first parts of one prompt, by window and number of parts.
 States = dict[tuple[int, int], tuple[llama_cpp.LlamaState, npt.NDArray[np.single]]]
@@ -38,10 +51,14 @@ TEMPLATE_TOKENS = 48  # what a chat template may add to a sample
 
 @dataclass(frozen=True)
 class Arm:
-    """A policy and a budget: entries per KV head (int), a share of what is evicted (float), or None: everything."""
+    """A policy, a budget and how the prompt is read.
+
+    The budget is entries per KV head (int), a share of what is evicted (float), or None: everything.
+    """
 
     policy: str
     budget: int | float | None
+    prefill: str = "full"  # of PREFILLS
 
     def entries(self, n: int, policy: KVPolicy) -> int:
         """Entries per KV head to keep of n."""
@@ -62,20 +79,27 @@ class Outcome:
     setting: str
     policy: str
     budget: int | float | None
+    prefill: str
     prompt_tokens: int
     entries: int  # per KV head after the eviction
     score: float  # share of the answers that were found, 0 to 1
+    kl: float  # KL(full || this arm) of the answer's first token, nats
     output: str
+
+    @property
+    def arm(self) -> Arm:
+        """Policy, budget and prefill."""
+        return Arm(self.policy, self.budget, self.prefill)
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes an outcome the answer to one question of the grid."""
-        return (self.task, self.seed, self.n_tokens, self.setting, self.policy, self.budget)
+        return (self.task, self.seed, self.n_tokens, self.setting, self.arm)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is evaluated: every task at every length, seed and setting, by every policy at every budget."""
+    """What is evaluated: every task at every length, seed and setting, by every policy, budget and prefill."""
 
     tasks: tuple[str, ...] = tuple(TASKS)
     n_tokens: tuple[int, ...] = (2048,)
@@ -84,13 +108,15 @@ class Grid:
     policies: tuple[str, ...] = tuple(PRESETS)
     budgets: tuple[int | float, ...] = (0.1, 0.2, 512)
     window: int | None = None  # in place of the presets' own
+    prefills: tuple[str, ...] = ("full",)  # of PREFILLS
 
     def __post_init__(self) -> None:
         """Check every value; ValueError names the first that is wrong."""
         _check("task", self.tasks, TASKS)
         _check("setting", self.settings, SETTINGS)
         _check("policy", self.policies, PRESETS)
-        for what in ("tasks", "n_tokens", "seeds", "settings", "policies", "budgets"):
+        _check("prefill", self.prefills, PREFILLS)
+        for what in ("tasks", "n_tokens", "seeds", "settings", "policies", "budgets", "prefills"):
             values = getattr(self, what)
             for value in values:
                 if values.count(value) > 1:
@@ -114,8 +140,9 @@ class Grid:
 
     @property
     def arms(self) -> list[Arm]:
-        """The full cache, then every policy at every budget."""
-        return [Arm(FULL, None), *(Arm(name, budget) for budget in self.budgets for name in self.policies)]
+        """The full cache, then every policy at every budget, by every prefill."""
+        compressed = itertools.product(self.budgets, self.policies, self.prefills)
+        return [Arm(FULL, None), *(Arm(policy, budget, prefill) for budget, policy, prefill in compressed)]
 
     def asks(self, o: Outcome) -> bool:
         """Whether an outcome belongs to this grid; without tasks, whether it answers a user's own question."""
@@ -123,7 +150,7 @@ class Grid:
             known = o.task in self.tasks and o.n_tokens in self.n_tokens and o.seed in self.seeds
         else:
             known = o.task == OWN_TASK
-        return known and o.setting in self.settings and Arm(o.policy, o.budget) in self.arms
+        return known and o.setting in self.settings and o.arm in self.arms
 
     @property
     def size(self) -> int:
@@ -157,9 +184,9 @@ class Evaluator:
         try:
             for name in grid.policies:
                 self._models[name] = Llama(
-                    str(model_path), kv_budget=UNUSED_BUDGET, kv_policy=grid.policy(name), **given
+                    str(model_path), kv_budget=UNUSED_BUDGET, kv_policy=grid.policy(name), prefill="full", **given
                 )
-                _check_context(self._models[name], grid)
+                _check_model(self._models[name], grid)
         except ValueError as e:
             self.close()
             raise ValueError(str(e).replace(f"kv_budget={UNUSED_BUDGET}", "a KV budget")) from None
@@ -210,12 +237,12 @@ class Evaluator:
                     yield from self.evaluate(sample, setting, arms, 0, states)
 
     def _missing(self, task: str, seed: int, n_tokens: int, setting: str, known: set[tuple[Any, ...]]) -> list[Arm]:
-        return [arm for arm in self.grid.arms if (task, seed, n_tokens, setting, arm.policy, arm.budget) not in known]
+        return [arm for arm in self.grid.arms if (task, seed, n_tokens, setting, arm) not in known]
 
     def evaluate(
         self, sample: Sample, setting: str, arms: Sequence[Arm], n_tokens: int, states: States | None = None
     ) -> Iterator[Outcome]:
-        """Outcomes of all arms for one sample, from one prefill per window.
+        """Outcomes of all arms for one sample, from one prefill per window and one for each arm that is not read whole.
 
         `states` holds what has been read of this sample before, and is added to.
         """
@@ -225,29 +252,35 @@ class Evaluator:
         parts = [prompt.context, prompt.question] if setting == "query-aware" else [prompt.context]
         rest = [] if setting == "query-aware" else prompt.question
         limit = OWN_ANSWER_TOKENS if sample.task == OWN_TASK else TASKS[sample.task].max_answer_tokens
-        for arm in arms:
+        full = None
+        for arm in [Arm(FULL, None), *(arm for arm in arms if arm.policy != FULL)]:
             llm, entries, logits = self.evicted(arm, parts, states)
             if rest:
                 llm.eval(rest)
                 logits = last_logits(llm)
-            output = _answer(llm, logits, limit)
-            yield Outcome(
-                sample.task, sample.seed, n_tokens, setting, arm.policy, arm.budget,
-                len(prompt.tokens), entries, score(sample, output), output,
-            )  # fmt: skip
+            full = logits if full is None else full
+            if arm in arms:
+                kl = float(divergence(full[None], logits[None])[0])
+                output = _answer(llm, logits, limit)
+                yield Outcome(
+                    sample.task, sample.seed, n_tokens, setting, arm.policy, arm.budget, arm.prefill,
+                    len(prompt.tokens), entries, score(sample, output), kl, output,
+                )  # fmt: skip
 
     def evicted(
         self, arm: Arm, parts: Sequence[list[int]], states: States
     ) -> tuple[Llama, int, npt.NDArray[np.single]]:
         """The model with a prompt evicted as the arm says, its entries per KV head, and the last token's logits.
 
-        The parts of the prompt are read one after the other, or taken from `states`.
+        With prefill "full" the parts of the prompt are read one after the other, or taken from `states`.
         """
         llm = self._reader if arm.policy == FULL else self._models[arm.policy]
+        tokens = list(itertools.chain(*parts))
+        entries = min(arm.entries(len(tokens), llm._kv_policy), len(tokens))
+        if arm.prefill != "full":
+            return llm, entries, _read_by(llm, arm.prefill, tokens, entries)
         state, logits = _read(llm, parts, states)
         llm.load_state(state)
-        n = sum(len(part) for part in parts)
-        entries = min(arm.entries(n, llm._kv_policy), n)
         if arm.policy != FULL:
             llm._kv_store.evict(max(entries, llm._kv_policy.least_budget))
         return llm, entries, logits
@@ -267,7 +300,9 @@ class Evaluator:
         return int(min(self._reader.n_ctx(), self._reader._model.n_ctx_train()))
 
 
-def _check_context(llm: Llama, grid: Grid) -> None:
+def _check_model(llm: Llama, grid: Grid) -> None:
+    for name in grid.prefills:
+        PREFILLS[name].check(llm._kv_policy.window, llm._kv_store.check_prefill)
     longest = llm._model.n_ctx_train()
     if grid.tasks and max(grid.n_tokens) > longest:
         raise ValueError(f"n_tokens={max(grid.n_tokens)}: the model's context is {longest}")
@@ -292,6 +327,18 @@ def _read(
         llm.eval(parts[-1])
         states[key] = llm.save_state(), last_logits(llm)
     return states[key]
+
+
+def _read_by(llm: Llama, prefill: str, tokens: list[int], entries: int) -> npt.NDArray[np.single]:
+    """Read a prompt into an empty cache in another way than whole, keep so many entries; the last token's logits."""
+    unused, mode = llm._kv_budget, llm._kv_prefill
+    llm.reset()
+    try:
+        llm._kv_budget, llm._kv_prefill = Budget.parse(entries, llm._kv_policy), PREFILLS[prefill]
+        llm.eval(tokens)
+    finally:
+        llm._kv_budget, llm._kv_prefill = unused, mode
+    return last_logits(llm)
 
 
 def _answer(llm: Llama, logits: npt.NDArray[np.single], limit: int) -> str:
@@ -320,7 +367,7 @@ class Source:
     window: int | None
     text: str | None  # sha256 of the haystack, None: public text
     questions: str | None  # sha256 of the file, None: the tasks
-    format: int = 2
+    format: int = 3
 
 
 def open_outcomes(path: Path, source: Source, kinds: Sequence[type[Any]] = (Outcome,)) -> list[Any]:

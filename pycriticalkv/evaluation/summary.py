@@ -28,6 +28,7 @@ class Cell:
     setting: str
     policy: str
     budget: int | float | None
+    prefill: str
     entries: float  # per KV head, mean; a share of a short prompt may be more than the share
     n: int
     accuracy: float
@@ -36,6 +37,9 @@ class Cell:
     difference: float  # accuracy minus that of the full cache; nan without it
     difference_low: float
     difference_high: float
+    kl: float  # KL(full || this arm) of the answer's first token, mean over the samples, nats
+    kl_low: float
+    kl_high: float
 
 
 def interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
@@ -52,15 +56,16 @@ def summarize(outcomes: Sequence[Outcome], *, by_task: bool = True) -> list[Cell
     full: dict[tuple[Any, ...], float] = {}
     for o in outcomes:
         group = o.task if by_task else "all"
-        groups.setdefault((group, o.n_tokens, o.setting, o.policy, o.budget), []).append(o)
+        groups.setdefault((group, o.n_tokens, o.setting, o.arm), []).append(o)
         if o.policy == FULL:
             full[o.task, o.seed, o.n_tokens, o.setting] = o.score
     cells = []
-    for (group, n_tokens, setting, policy, budget), members in groups.items():
+    for (group, n_tokens, setting, arm), members in groups.items():
         scores = np.array([o.score for o in members])
         pairs = [full.get((o.task, o.seed, o.n_tokens, o.setting), math.nan) for o in members]
         differences = scores - np.array(pairs)
         low, high = interval(scores)
+        kl = np.array([o.kl for o in members])
         known = not np.isnan(differences).any()
         difference_low, difference_high = interval(differences) if known else (math.nan, math.nan)
         cells.append(
@@ -68,8 +73,9 @@ def summarize(outcomes: Sequence[Outcome], *, by_task: bool = True) -> list[Cell
                 group,
                 n_tokens,
                 setting,
-                policy,
-                budget,
+                arm.policy,
+                arm.budget,
+                arm.prefill,
                 float(np.mean([o.entries for o in members])),
                 len(scores),
                 float(scores.mean()),
@@ -78,6 +84,8 @@ def summarize(outcomes: Sequence[Outcome], *, by_task: bool = True) -> list[Cell
                 float(differences.mean()),
                 difference_low,
                 difference_high,
+                float(kl.mean()),
+                *interval(kl),
             )
         )
     return cells
@@ -92,14 +100,19 @@ def budget_name(budget: int | float | None) -> str:
 
 def table(cells: Sequence[Cell]) -> str:
     """A Markdown table: a row per group, setting, length and arm."""
-    head = "| group | tokens | setting | policy | budget | entries | n | accuracy (95 %) | minus full (95 %) |"
-    rows = [head, "| --- " * 9 + "|"]
+    head = (
+        "| group | tokens | setting | policy | budget | prefill | entries | n | accuracy (95 %) | minus full (95 %) "
+        "| KL of the first token, nats (95 %) |"
+    )
+    rows = [head, "| --- " * 11 + "|"]
     for c in cells:
         accuracy = f"{c.accuracy:.3f} ({c.low:.3f} to {c.high:.3f})"
         difference = f"{c.difference:+.3f} ({c.difference_low:+.3f} to {c.difference_high:+.3f})"
+        divergence = f"{c.kl:.4f} ({c.kl_low:.4f} to {c.kl_high:.4f})"
+        beside_full = " | " if c.policy == FULL else f"{difference} | {divergence}"
         rows.append(
-            f"| {c.group} | {c.n_tokens} | {c.setting} | {c.policy} | {budget_name(c.budget)} | {c.entries:.0f} "
-            f"| {c.n} | {accuracy} | {'' if c.policy == FULL else difference} |"
+            f"| {c.group} | {c.n_tokens} | {c.setting} | {c.policy} | {budget_name(c.budget)} | {c.prefill} "
+            f"| {c.entries:.0f} | {c.n} | {accuracy} | {beside_full} |"
         )
     return "\n".join(rows)
 
