@@ -91,6 +91,24 @@ def test_a_peek_changes_nothing_but_scores(make_tiny, load, tokens, arch, n):
     assert np.array_equal(last_logits(llm), last_logits(other))
 
 
+@pytest.mark.parametrize("back,gone", [(540, True), (600, False)])
+def test_going_back_over_slots_that_a_peek_took(make_tiny, load, tokens, back, gone):
+    """What slid out of the window and was overwritten cannot come back; without the peek it could."""
+    path = make_tiny(arch="gemma3", **SMALL)
+    llm, other = (load(path, kv_budget=900, n_ctx=1024, n_ubatch=48) for _ in range(2))
+    for each in (llm, other):
+        each.eval(tokens(700))
+    llm._kv_store.peek(tokens(48), 900)
+    other.n_tokens = llm.n_tokens = back
+    other.eval(tokens(5, seed=2))
+    if gone:
+        with pytest.raises(RuntimeError, match="n_tokens=540: the cache cannot go back there"):
+            llm.eval(tokens(5, seed=2))
+    else:
+        llm.eval(tokens(5, seed=2))
+        assert np.array_equal(last_logits(llm), last_logits(other))
+
+
 def test_a_peek_is_forgotten_with_the_cache(tiny, load, tokens):
     llm, other = (load(tiny, kv_budget=64, n_ctx=1024) for _ in range(2))
     llm.eval(tokens(20))
