@@ -105,7 +105,7 @@ def divergence_table(measured: list[Continuation]) -> str:
     for cell in summarize_continuations(measured):
         if cell.policy != FULL:
             rows.setdefault((cell.n_tokens, cell.budget, cell.prefill), {})[cell.policy] = cell
-    policies = [policy for policy in PRESETS if any(policy in of for of in rows.values())]
+    policies = present(measured)
     lines = [f"| tokens | budget | prefill | {' | '.join(policies)} |", "| --- |" + " --- |" * (2 + len(policies))]
     for (n_tokens, budget, prefill), of in rows.items():
         cells = " | ".join(f"{of[p].kl:.3f} ({of[p].kl_low:.3f}, {of[p].kl_high:.3f})" for p in policies)

@@ -118,10 +118,8 @@ class Llama(llama_cpp.Llama):
         self._kv_prefill = Prefill(check_prefill(prefill), stream or Stream(), parse_memory(kv_memory_limit))
         self._kv_mode = self._kv_prefill.mode  # of the last prompt over the budget
         self._kv_asked = 0  # tokens at the end of the next prompt that a chat's last user message takes
-        self._kv_looked: tuple[str | None, int] = (
-            None,
-            0,
-        )  # question and tokens asked of the last prompt over the budget
+        # question and tokens asked of the last prompt over the budget
+        self._kv_looked: tuple[str | None, int] = (None, 0)
         self.question: str | None = None
         self.prefill_progress = check_progress(prefill_progress)
         self._kv_prompt_next: bool | None = None

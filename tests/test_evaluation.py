@@ -23,6 +23,7 @@ from pycriticalkv.evaluation.runner import (
     open_outcomes,
 )
 from pycriticalkv.evaluation.summary import interval, summarize, table
+from pycriticalkv.evaluation.tasks import OWN_TASK, Sample
 from pycriticalkv.store import Store
 
 GRID = Grid(
@@ -86,6 +87,15 @@ def test_prompts_can_be_read_in_other_ways(outcomes, load):
     for (*sample_of, prefill), value in kl.items():
         same = abs(value - kl[(*sample_of, "full")]) < 1e-3
         assert same == (prefill in ("full", "exact"))
+
+
+def test_a_question_shorter_than_the_least_budget(tiny):
+    grid = replace(GRID, tasks=(), prefills=("full", "stream"))
+    short = Sample(OWN_TASK, 0, "ab", "c?", ("d",), 0)
+    with Evaluator(tiny, grid, n_ctx=256, n_threads=1, n_threads_batch=1) as evaluator:
+        answers = list(evaluator.ask([short]))
+    assert len(answers) == 2 * len(grid.arms)
+    assert {o.entries == o.prompt_tokens for o in answers if o.setting == "query-aware"} == {True}
 
 
 def test_a_prefill_that_the_model_cannot_do_is_refused(tiny, monkeypatch):

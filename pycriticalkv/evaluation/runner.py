@@ -334,7 +334,8 @@ def _read_by(llm: Llama, prefill: str, tokens: list[int], entries: int) -> npt.N
     unused, mode = llm._kv_budget, llm._kv_prefill
     llm.reset()
     try:
-        llm._kv_budget, llm._kv_prefill = Budget.parse(entries, llm._kv_policy), PREFILLS[prefill]
+        budget = max(entries, llm._kv_policy.least_budget)  # a prompt may be shorter than that
+        llm._kv_budget, llm._kv_prefill = Budget.parse(budget, llm._kv_policy), PREFILLS[prefill]
         llm.eval(tokens)
     finally:
         llm._kv_budget, llm._kv_prefill = unused, mode
