@@ -2,7 +2,8 @@
 
     python benchmarks/prefill.py --model qwen-coder-0.5b --prompt 30000 --rounds 1
 
-The prompt is a chat: public text with a fact hidden in it (task "facts" of the evaluation), and the question for it.
+The prompt is a chat: public text with a fact hidden in it (task "facts" of the evaluation), and the question for it;
+each round has its own.
 Every reading is a process of its own, and the modes take turns. Seconds are of the whole prompt, evictions included,
 divided by those of the same round's stock. Cache: what kv_stats() says was allocated at the peak, hidden states apart;
 for stock, what llama.cpp allocates for the same n_ctx. Resident memory is sampled every 10 ms: all of it, and without
@@ -77,7 +78,7 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
     def count(piece: str) -> int:
         return len(llm.tokenize(piece.encode(), add_bos=False, special=False))
 
-    sample = make_sample("facts", n_tokens=args.prompt, seed=args.seed, count_tokens=count)
+    sample = make_sample("facts", n_tokens=args.prompt, seed=args.seed + args.turn, count_tokens=count)
     tokens = prompts.build(llm, sample.context, sample.question).tokens
     llm.eval(tokens[:8])
     llm.reset()
@@ -109,18 +110,19 @@ def measure(args: argparse.Namespace, mode: str) -> dict[str, Any]:
 def main() -> None:
     """Run as a program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", choices=("smollm2", "qwen-coder-0.5b"))
+    parser.add_argument("--model", default="smollm2", choices=("smollm2", "qwen-coder-0.5b", "gemma3-270m"))
     parser.add_argument("--type", default="f16", choices=CACHE_TYPES, help="of the cache")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--prompt", type=int, default=7500)
     parser.add_argument("--n-ctx", type=int, help="default: the prompt and 512 more")
-    parser.add_argument("--seed", type=int, default=0, help="of the fact and the place that it is hidden at")
+    parser.add_argument("--seed", type=int, default=0, help="of the first round's fact; each round has its own")
     parser.add_argument("--observe", default="re-peek", help="of Stream")
     parser.add_argument("--chunk", type=int, help="of Stream")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2)
     parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.n_ctx = args.n_ctx or args.prompt + 512
     if args.one is not None:
@@ -130,7 +132,7 @@ def main() -> None:
     rows: dict[str, list[dict[str, Any]]] = {mode: [] for mode in args.modes}
     for turn in range(args.rounds):
         for mode in args.modes if turn % 2 == 0 else args.modes[::-1]:
-            command = [sys.executable, *sys.argv, "--one", mode]
+            command = [sys.executable, *sys.argv, "--one", mode, "--turn", str(turn)]
             out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
             rows[mode].append(json.loads(out))
             print(f"{mode}: {json.dumps(rows[mode][-1])}", file=sys.stderr, flush=True)
