@@ -7,7 +7,6 @@ import ctypes
 import os
 import sys
 from collections.abc import Generator, Sequence
-from numbers import Integral
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pycriticalkv import state as state_file
+from pycriticalkv.arguments import check_arguments, check_chat_format, check_names
 from pycriticalkv.policy import Budget, KVPolicy, resolve_policy
 from pycriticalkv.prefill import (
     MOST_PEEKED,
@@ -32,9 +32,6 @@ from pycriticalkv.store import Store, last_error, prepared
 
 # tokens that a chat template may put after a message
 TEMPLATE_TAIL = 8
-
-# cache types that can be evicted
-GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"}
 
 
 class _Closed:
@@ -124,7 +121,7 @@ class Llama(llama_cpp.Llama):
         self.prefill_progress = check_progress(prefill_progress)
         self._kv_prompt_next: bool | None = None
         self._kv_prompt_logits: npt.NDArray[np.single] | None = None  # after the prompt that was evicted last
-        _check_names(kwargs)
+        check_names(kwargs, with_budget=kv_budget is not None)
         if kv_budget is None:
             if kv_policy is not None:
                 raise ValueError(f"kv_policy={kv_policy!r} has no effect without kv_budget; give kv_budget too")
@@ -148,7 +145,7 @@ class Llama(llama_cpp.Llama):
             )
         self._kv_policy = resolve_policy(kv_policy)
         budget = Budget.parse(kv_budget, self._kv_policy)
-        _check_arguments(n_ctx, flash_attn, kwargs)
+        check_arguments(n_ctx, flash_attn, kwargs)
         kwargs.pop("swa_full", None)
         try:
             with prepared(self._kv_policy, budget):
@@ -158,6 +155,11 @@ class Llama(llama_cpp.Llama):
                 raise ValueError(f"kv_budget={kv_budget!r} cannot be used with {model_path}: {last_error()}") from None
             raise
         self._check_adapter()
+        try:
+            check_chat_format(self)
+        except ValueError:
+            self.close()
+            raise
         context = self._ctx  # not self: an object that refers to itself is not freed when its last user lets go
         self._kv_store = Store(lambda: context.ctx)
         try:
@@ -244,10 +246,16 @@ class Llama(llama_cpp.Llama):
             raise
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
-        """As ``llama_cpp.Llama.generate``: yields tokens that follow the prompt ``tokens``."""
+        """As ``llama_cpp.Llama.generate``: yields tokens that follow the prompt ``tokens``.
+
+        Raises:
+            ValueError: There is no token to go on from.
+        """
         self._refuse_while_reporting()
+        tokens = list(tokens)
+        if not tokens and (kwargs.get("reset", True) or self.n_tokens == 0):
+            raise ValueError("the prompt has no tokens (tokens=[]); allowed is at least one")
         if self._kv_budget is not None and kwargs.get("reset", True):
-            tokens = list(tokens)
             self._reuse_only_what_is_exact(tokens)
         self._kv_prompt_next = True
         try:
@@ -584,39 +592,3 @@ def _common_prefix(cached: npt.NDArray[np.intc], prompt: list[int]) -> int:
     n = min(len(cached), len(prompt))
     different = np.flatnonzero(cached[:n] != np.asarray(prompt[:n], dtype=np.int64))
     return int(different[0]) if len(different) else n
-
-
-def _check_names(kwargs: dict[str, Any]) -> None:
-    """Refuse misspelt arguments of ours; llama_cpp.Llama itself ignores what it does not know."""
-    for name, value in kwargs.items():
-        if name.startswith("kv_") and name != "kv_overrides":
-            raise TypeError(f"{name}={value!r} is not an argument of Llama; known are kv_budget and kv_policy")
-
-
-def _check_arguments(n_ctx: int | None, flash_attn: bool | None, kwargs: dict[str, Any]) -> None:
-    """Refuse arguments of llama_cpp.Llama that an evicting cache cannot serve."""
-    if n_ctx is not None and (isinstance(n_ctx, bool) or not isinstance(n_ctx, Integral)):
-        raise TypeError(f"n_ctx={n_ctx!r}: allowed is an int, 0 for the model's own context")
-    if n_ctx is not None and not 0 <= int(n_ctx) < 2**31:
-        raise ValueError(f"n_ctx={n_ctx!r}: allowed is an int from 0 (the model's own context) to 2**31 - 1")
-    if flash_attn is not None and not isinstance(flash_attn, bool | np.bool_):
-        raise TypeError(f"flash_attn={flash_attn!r}: allowed are True and None")
-    if flash_attn is not None and not flash_attn:
-        raise ValueError(f"flash_attn={flash_attn!r}: kv_budget needs flash attention; leave it out or give True")
-    for name in ("n_batch", "n_ubatch"):
-        value = kwargs.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name}={value!r}: allowed is an int")
-        if not 1 <= int(value) < 2**31:
-            raise ValueError(f"{name}={value!r}: allowed is an int from 1 to 2**31 - 1")
-    if kwargs.get("swa_full"):
-        raise ValueError("swa_full=True: with kv_budget, sliding-window layers hold their window; leave it out")
-    if kwargs.get("embedding"):
-        raise ValueError("embedding=True: embeddings use several sequences, kv_budget works with one; leave one out")
-    if kwargs.get("vocab_only"):
-        raise ValueError("vocab_only=True: without weights there is no cache for kv_budget; leave one out")
-    for name in ("type_k", "type_v"):
-        kind = kwargs.get(name)
-        if kind is not None and kind not in GGML_TYPES:
-            known = ", ".join(f"{number} ({text})" for number, text in GGML_TYPES.items())
-            raise ValueError(f"{name}={kind!r}: with kv_budget the cache type can be one of {known}")

@@ -232,3 +232,31 @@ def test_another_version_of_llama_cpp_python(tmp_path):
 def test_the_environment_is_left_alone(tmp_path):
     run = python("import os, pycriticalkv; print(os.environ.get('LLAMA_CPP_LIB_PATH'))", tmp_path)
     assert run.stdout.strip() == "None"
+
+
+@pytest.mark.parametrize("name,meant", [("prefil", "prefill"), ("kv_bugdet", "kv_budget"), ("n_cxt", "n_ctx")])
+def test_unknown_arguments(tiny, load, name, meant):
+    with pytest.raises(TypeError, match=f"{name}=5 is not an argument of Llama; did you mean {meant}"):
+        load(tiny, kv_budget=64, **{name: 5})
+
+
+@pytest.mark.parametrize(
+    "arguments,error,text",
+    [
+        ({"draft_model": "small.gguf"}, TypeError, "draft_model='small.gguf': allowed is"),
+        ({"chat_format": 5}, TypeError, "chat_format=5: allowed is a str"),
+        ({"chat_format": "lama-2"}, ValueError, "chat_format='lama-2': .*llama-2"),
+    ],
+)
+def test_arguments_that_llama_cpp_python_reads_late(tiny, load, arguments, error, text):
+    with pytest.raises(error, match=text):
+        load(tiny, kv_budget=64, **arguments)
+
+
+@pytest.mark.parametrize("budget", [None, 64])
+def test_a_prompt_without_tokens(tiny, load, budget):
+    llm = load(tiny, kv_budget=budget)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"no tokens \(tokens=\[\]\); allowed is at least one"):
+            next(llm.generate([]))
+        greedy(llm, [5, 6, 7], 3)
