@@ -13,12 +13,11 @@ import os
 import sys
 from dataclasses import dataclass
 
-import llama_cpp
 import numpy as np
 import texts
 from numpy.typing import NDArray
 
-from pycriticalkv import Llama
+from pycriticalkv import Llama, llama_cpp
 
 GENERATED = 64  # tokens
 CHARACTERS_PER_TOKEN = 5
