@@ -61,9 +61,9 @@ def present(cells: list[Any]) -> list[str]:
 
 
 def prefill_table(outcomes: list[Outcome]) -> str:
-    """How prompts were read, over all tasks, lengths and budgets: accuracy and KL of the answer's first token."""
+    """How prompts were read, over all tasks, lengths and budgets: accuracy and KL after the answer's first token."""
     lines = [
-        "| setting | policy | budget | prefill | n | accuracy | KL of the first token, nats |",
+        "| setting | policy | budget | prefill | n | accuracy | KL after the first token, nats |",
         "| --- |" + " --- |" * 6,
     ]
     groups: dict[tuple[Any, ...], list[Outcome]] = {}

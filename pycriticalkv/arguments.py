@@ -14,6 +14,8 @@ from llama_cpp import llama_chat_format
 # cache types that can be evicted
 GGML_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"}
 
+MOST_THREADS = 512  # ggml's limit
+
 OURS = ("kv_budget", "kv_policy", "kv_memory_limit", "prefill", "stream", "prefill_progress")
 
 
@@ -52,6 +54,12 @@ def check_arguments(n_ctx: int | None, flash_attn: bool | None, kwargs: dict[str
             raise TypeError(f"{name}={value!r}: allowed is an int")
         if not 1 <= int(value) < 2**31:
             raise ValueError(f"{name}={value!r}: allowed is an int from 1 to 2**31 - 1")
+    for name in ("n_threads", "n_threads_batch"):
+        value = kwargs.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):
+            raise TypeError(f"{name}={value!r}: allowed is an int, or None for the machine's own")
+        if value is not None and not 0 <= int(value) <= MOST_THREADS:
+            raise ValueError(f"{name}={value!r}: allowed is an int from 1 to {MOST_THREADS}, 0 for the machine's own")
     if kwargs.get("swa_full"):
         raise ValueError("swa_full=True: with kv_budget, sliding-window layers hold their window; leave it out")
     if kwargs.get("embedding"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DEFAULT_PASSAGES = 4
+MOST_THREADS = 512  # ggml's limit
 DEFAULT_LENGTHS = (1024, 2048, 4096)
 CACHE_TYPES = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
 
@@ -44,17 +45,34 @@ def _sha256(path: Path | None) -> str | None:
     return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _check_folders(args: argparse.Namespace, *names: str) -> None:
-    """Before any work: the folders of files to write must be there."""
+def _files_read(args: argparse.Namespace) -> dict[str, Path]:
+    prompt = getattr(args, "prompt", "")
+    named = {"MODEL": args.model, "PROMPT": Path(prompt[1:]) if prompt.startswith("@") else None}
+    named |= {f"--{name}": getattr(args, name, None) for name in ("text", "questions")}
+    return {name: path for name, path in named.items() if path is not None}
+
+
+def _check_files(args: argparse.Namespace, *names: str) -> None:
+    """Before any work: files to write are in folders that are there, and are none of those that are read."""
+    taken = {path.resolve(): what for what, path in _files_read(args).items()}
     for name in names:
         path = getattr(args, name)
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        if path is None:
+            continue
+        if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: allowed is a file in a folder that is there")
+        other = taken.setdefault(path.resolve(), f"--{name}")
+        if other != f"--{name}":
+            raise ValueError(f"--{name} {path}: {other} and --{name} are the same file; give another name")
+        if name == "plot":
+            from pycriticalkv.evaluation.plots import check_picture  # noqa: PLC0415
+
+            check_picture(path)
 
 
 def _llama_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    if args.threads < 1:
-        raise ValueError(f"--threads {args.threads}: allowed is at least 1")
+    if not 1 <= args.threads <= MOST_THREADS:
+        raise ValueError(f"--threads {args.threads}: allowed is 1 to {MOST_THREADS}")
     kind = CACHE_TYPES[args.type]
     return {"n_threads": args.threads, "n_threads_batch": args.threads, "type_k": kind, "type_v": kind}
 
@@ -121,7 +139,7 @@ def _eval(args: argparse.Namespace) -> None:
     from pycriticalkv.evaluation.tasks import load_questions  # noqa: PLC0415
     from pycriticalkv.state import model_digest  # noqa: PLC0415
 
-    _check_folders(args, "out", "plot")
+    _check_files(args, "out", "plot")
     for name, least in (("samples", 1), ("passages", 0), ("forced", 2)):
         if getattr(args, name) is not None and getattr(args, name) < least:
             raise ValueError(f"--{name} {getattr(args, name)}: allowed is at least {least}")
@@ -214,7 +232,7 @@ def _bench(args: argparse.Namespace) -> None:
     from pycriticalkv.evaluation.runner import append_outcome  # noqa: PLC0415
     from pycriticalkv.evaluation.speed import measure_speed, speed_rows, speed_table  # noqa: PLC0415
 
-    _check_folders(args, "out", "plot")
+    _check_files(args, "out", "plot")
     text = _read(args.text, "--text") if args.text else None
     bar = tqdm(unit="side", disable=None)
     measured: list[Any] = []
@@ -263,7 +281,7 @@ def _inspect(args: argparse.Namespace) -> None:
     from pycriticalkv import Llama  # noqa: PLC0415
     from pycriticalkv.evaluation.inspection import inspect_prompt, write_html  # noqa: PLC0415
 
-    _check_folders(args, "out", "json")
+    _check_files(args, "out", "json")
     prompt = args.prompt
     if prompt.startswith("@"):
         if not Path(prompt[1:]).is_file():

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, NoReturn
 
 import llama_cpp
@@ -257,25 +257,45 @@ class Llama(llama_cpp.Llama):
             raise ValueError("the prompt has no tokens (tokens=[]); allowed is at least one")
         if self._kv_budget is not None and kwargs.get("reset", True):
             self._reuse_only_what_is_exact(tokens)
-        self._kv_prompt_next = True
+        generated = super().generate(tokens, *args, **kwargs)
+        is_prompt, more = True, None
         try:
-            yield from super().generate(tokens, *args, **kwargs)
+            while True:
+                self._kv_prompt_next = is_prompt
+                try:
+                    token = generated.send(more)
+                except StopIteration:
+                    return
+                finally:  # between two tokens, eval() by hand is not part of this
+                    self._kv_prompt_next = None
+                is_prompt, more = False, (yield token)
         finally:
-            self._kv_prompt_next = None
-            self._kv_asked = 0
+            generated.close()
 
     def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
         """As ``llama_cpp.Llama.create_chat_completion``. A stream peeks at the last user message."""
-        if self._kv_budget is not None:
-            self._kv_asked = self._tokens_asked(messages)
+        asked = self._tokens_asked(messages) if self._kv_budget is not None else 0
+        self._kv_asked = asked
         try:
-            return super().create_chat_completion(messages, *args, **kwargs)
-        except BaseException:
+            answer = super().create_chat_completion(messages, *args, **kwargs)
+        finally:
             self._kv_asked = 0
-            raise
+        return answer if isinstance(answer, dict) else self._read_when_started(asked, answer)
+
+    def _read_when_started(self, asked: int, chunks: Iterator[Any]) -> Iterator[Any]:
+        """The chunks of an answer; its prompt is read when the first is wanted."""
+        self._kv_asked = asked
+        try:
+            for chunk in chunks:
+                self._kv_asked = 0
+                yield chunk
+        finally:
+            self._kv_asked = 0
 
     def _tokens_asked(self, messages: Any) -> int:
         """Tokens at the end of a chat's prompt that its last user message takes, about; of a long one, its end."""
+        if not isinstance(messages, Sequence):
+            raise TypeError(f"messages={messages!r}: allowed is a list of dicts with role and content")
         asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
         if not asked or not isinstance(asked[-1], str):
             return 0
@@ -346,6 +366,7 @@ class Llama(llama_cpp.Llama):
         limit = budget + slack if stats.evicted else budget
         evicts = stats.n_entries + len(tokens) > limit
         mode = self._mode_for(tokens, budget + slack, stats) if evicts else "full"
+        looked = self.question, self._kv_asked  # a callback may change them for the next prompt
         if mode == "exact":
             self._read_layers(tokens, budget, slack)
         elif mode == "stream":
@@ -355,7 +376,7 @@ class Llama(llama_cpp.Llama):
             self._eval_batches(tokens, 0, len(tokens))
         self._kv_entries = budget
         if evicts:
-            self._kv_mode, self._kv_looked = mode, (self.question, self._kv_asked)
+            self._kv_mode, self._kv_looked = mode, looked
             self._kv_prompt_logits = None
             self._evict(budget)
             row = llama_cpp.llama_get_logits_ith(self.ctx, -1)
@@ -388,7 +409,7 @@ class Llama(llama_cpp.Llama):
 
     def _read_stream(self, tokens: Sequence[int], budget: int, slack: int) -> None:
         """Chunk by chunk, evicted between them; the cache before is saved, in case that this is stopped."""
-        settings, store = self._kv_prefill.stream, self._kv_store
+        settings, store, question = self._kv_prefill.stream, self._kv_store, self.question
         peeked = self._peeked(tokens) if settings.observe != "window" else []
         chunk = settings.chunk or self.context_params.n_ubatch
         sizes = chunks(len(tokens), chunk, len(peeked))
@@ -407,7 +428,7 @@ class Llama(llama_cpp.Llama):
                     store.evict(budget, room + len(peeked))  # the memory of this loop
                 self._eval_batches(tokens[done : done + size], done, len(tokens))
                 done += size
-            if self.question and peeked and self.n_tokens + len(peeked) <= self._n_ctx:
+            if question and peeked and self.n_tokens + len(peeked) <= self._n_ctx:
                 store.peek(peeked, self.n_tokens)  # the last eviction looks for it too
             else:
                 store.peek([], 0)
@@ -458,9 +479,11 @@ class Llama(llama_cpp.Llama):
         self._kv_store.cancel_prefill()
         self._kv_store.peek([], 0)
         held = int(self._kv_store.stats().n_tokens)
+        evicted = int(self._kv_store.stats().evicted_at) if self._kv_store.stats().evicted else -1
+        self._requires_eval = True  # the logits are those of what did not come to its end
         if held >= n_tokens and (held == n_tokens or self._ctx.kv_cache_seq_rm(-1, n_tokens, -1)):
             self.n_tokens = n_tokens
-        elif not held == self.n_tokens == end:
+        elif not held == self.n_tokens == end == evicted:
             self.reset()
 
     def _make_room(self, n_new: int) -> None:

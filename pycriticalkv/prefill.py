@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from numbers import Integral
 
 # "full": whole, then evicted. "exact": layer by layer, each layer evicted before the next is read; keeps the same
@@ -77,10 +78,10 @@ def parse_memory(limit: int | str | None) -> int | None:
     if isinstance(limit, bool) or not isinstance(limit, int | str):
         raise TypeError(f'kv_memory_limit={limit!r}: allowed are bytes (int) and strings such as "2GiB" or "500MB"')
     number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b|)\s*", str(limit).lower())
-    bytes_ = int(float(number[1]) * UNITS[number[2]]) if number else 0
-    if bytes_ < 1:
+    bytes_ = int(Fraction(number[1]) * UNITS[number[2]]) if number else 0
+    if not 1 <= bytes_ < 2**63:
         raise ValueError(
-            f'kv_memory_limit={limit!r}: allowed are positive bytes, and strings such as "2GiB" or "500MB"'
+            f'kv_memory_limit={limit!r}: allowed are positive bytes below 2**63, and strings such as "2GiB" or "500MB"'
         )
     return bytes_
 

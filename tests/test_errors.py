@@ -260,3 +260,9 @@ def test_a_prompt_without_tokens(tiny, load, budget):
         with pytest.raises(ValueError, match=r"no tokens \(tokens=\[\]\); allowed is at least one"):
             next(llm.generate([]))
         greedy(llm, [5, 6, 7], 3)
+
+
+@pytest.mark.parametrize("threads,error", [(-5, ValueError), (513, ValueError), ("x", TypeError), (True, TypeError)])
+def test_threads_out_of_range(tiny, load, threads, error):
+    with pytest.raises(error, match=f"n_threads={threads!r}: allowed is an int"):
+        load(tiny, kv_budget=64, n_threads=threads)

@@ -252,6 +252,43 @@ def test_interrupted_at_every_tenth_report(model, load, tokens, arch, prefill):
 
 
 @pytest.mark.parametrize("prefill", ["exact", "full", "stream"])
+@pytest.mark.parametrize("n_cached", [12, 200])  # nothing evicted, and evicted
+def test_what_was_cached_is_answered_after_a_longer_prompt_was_stopped(tiny, load, tokens, prefill, n_cached):
+    one, fresh = (load(tiny, prefill=prefill, **COMMON) for _ in range(2))
+    prompt = tokens(n_cached)
+    answer = greedy(one, prompt, 1)
+    with pytest.raises(KeyboardInterrupt):
+        one.prefill_progress = stop_at(2)
+        next(one.generate([*prompt, *answer, *tokens(300, seed=9)], temp=0.0))
+    one.prefill_progress = None
+    assert greedy(one, prompt, 12) == greedy(fresh, prompt, 12)
+
+
+@pytest.mark.parametrize("arch", ["gemma3", "lfm2"])
+def test_a_prompt_stopped_before_its_eviction_is_not_there(model, load, tokens, arch):
+    llm = load(model(arch), prefill="full", **COMMON)
+    llm.eval(tokens(50))
+
+    def stop(done, total):
+        if done == total:
+            raise KeyboardInterrupt
+
+    llm.prefill_progress = stop
+    with pytest.raises(KeyboardInterrupt):
+        llm.eval(tokens(700, seed=2))
+    assert llm.n_tokens == 0 == llm.kv_stats().entries[0][0]
+
+
+def test_between_tokens_of_a_generator_a_prompt_is_a_prompt(tiny, load, tokens):
+    llm = load(tiny, **COMMON)
+    suspended = llm.generate(tokens(20), temp=0.0)
+    next(suspended)
+    llm.reset()
+    llm.eval(tokens(300))
+    assert (llm.kv_stats().evictions, llm.kv_stats().entries[0][0]) == (1, BUDGET)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "full", "stream"])
 @pytest.mark.parametrize("what", ["eval", "reset", "save_state", "load_state", "close", "generate"])
 def test_the_callback_cannot_use_the_model(tiny, load, tokens, prefill, what):
     llm = load(tiny, prefill=prefill, **COMMON)

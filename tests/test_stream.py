@@ -267,6 +267,31 @@ def test_a_chat_peeks_at_the_last_user_message(tiny, load, peeks):
     assert {len(tokens) for tokens, _ in peeks} == {min(asked + 8, UBATCH)}
 
 
+def test_a_chat_that_nobody_reads_leaves_nothing_to_peek_at(tiny, load, tokens, peeks):
+    llm = load(tiny, prefill="stream", stream=Stream(tokens=4), chat_format="chatml", **COMMON)
+    messages = [{"role": "user", "content": "how many legs has a spider?"}]
+    started, dropped = (llm.create_chat_completion(messages, max_tokens=3, stream=True) for _ in range(2))
+    del dropped
+    llm.eval(tokens(300))
+    assert {len(tokens) for tokens, _ in peeks} == {4}
+    peeks.clear()
+    messages[0]["content"] = "word " * 60 + messages[0]["content"]
+    started = llm.create_chat_completion(messages, max_tokens=3, stream=True)
+    next(started)
+    assert {len(tokens) for tokens, _ in peeks} == {UBATCH}
+    llm.reset()
+    peeks.clear()
+    llm.eval(tokens(300))
+    assert {len(tokens) for tokens, _ in peeks} == {4}
+
+
+@pytest.mark.parametrize("messages", [None, 5])
+def test_chats_that_are_none(tiny, load, messages):
+    llm = load(tiny, prefill="stream", chat_format="chatml", **COMMON)
+    with pytest.raises(TypeError, match=f"messages={messages}: allowed is a list"):
+        llm.create_chat_completion(messages)
+
+
 def test_a_prompt_of_one_ubatch_is_read_whole(tiny, load, tokens, peeks):
     stream = load(tiny, kv_budget=24, n_ctx=1024, prefill="stream")
     full = load(tiny, kv_budget=24, n_ctx=1024, prefill="full")
@@ -294,7 +319,7 @@ def test_smollm2_finds_what_it_is_asked_for(smollm2, load):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=IDS)
 @pytest.mark.parametrize("arch", ["gemma3", "gpt-oss", "lfm2", "granitehybrid"])
-def test_models_with_other_memories(make_tiny, load, tokens, arch, settings):
+def test_models_with_other_memories(make_tiny, load, tokens, capfd, arch, settings):
     path = make_tiny(arch=arch, **SMALL)
     one, two = (load(path, prefill="stream", stream=settings, **COMMON) for _ in range(2))
     two.eval(tokens(100, seed=4))
@@ -306,6 +331,7 @@ def test_models_with_other_memories(make_tiny, load, tokens, arch, settings):
         greedy(llm, [*tokens(300), *tokens(100, seed=2)], 5)
     assert kept(one) == kept(two)
     assert np.array_equal(last_logits(one), last_logits(two))
+    assert "position" not in capfd.readouterr().err  # no warning of tokens that leave a gap
 
 
 def test_auto_streams_what_would_not_fit(tiny, load, tokens):
@@ -327,7 +353,7 @@ def test_memory_limits(limit, bytes_):
     assert parse_memory(limit) == bytes_
 
 
-@pytest.mark.parametrize("limit", [0, -1, "", "GiB", "2 TiB", "1e9", "-5MB", "0"])
+@pytest.mark.parametrize("limit", [0, -1, "", "GiB", "2 TiB", "1e9", "-5MB", "0", 10**400, "9" * 400 + "GiB"])
 def test_limits_that_are_none(tiny, load, limit):
     with pytest.raises(ValueError, match="kv_memory_limit="):
         load(tiny, kv_budget=64, kv_memory_limit=limit)

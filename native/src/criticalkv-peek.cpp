@@ -57,13 +57,14 @@ void store::run_peek(llama_context & lctx, const request & what) {
     const auto     rings   = read_rings();
     const auto     before  = query_pos;
     const auto     restore = [&] {
-        keep_what_slid(slots, what.first);
+        forget_overwritten(slots, what.first);
         rewind(slots);
         write_states(states);
         write_rings(rings);
         query_pos = before;
     };
     try {
+        place_states(what.first - 1);
         llm_graph_result   res(lctx.graph_max_nodes(std::min(lctx.get_cparams().n_ctx, lctx.get_cparams().n_ubatch)));
         llama_batch_allocr balloc(model.hparams.n_pos_per_embd());
         for (llama_batch_ext batch : batches) {

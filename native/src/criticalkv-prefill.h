@@ -17,13 +17,13 @@
 
 namespace criticalkv {
 
-// The layers that a graph is built for: `last` alone, or all from there on.
+// The layers that a graph is built for: `layer` alone, or all from there on.
 struct layer_window {
     int32_t layer = 0;      // of the model
     bool    open  = false;  // to the end of the model, outputs included
 };
 
-// A prompt between store::prefill and the eviction that ends it.
+// A prompt between store::read_prompt and the eviction that ends it.
 struct prefill {
     int32_t first    = 0;  // position of its first token
     int32_t n_tokens = 0;

@@ -84,7 +84,16 @@ std::unordered_set<const ggml_tensor *> store::memory_tensors() const {
     return all;
 }
 
-void store::keep_what_slid(slots_snapshot & s, int32_t first) {
+// llama.cpp warns of tokens that do not follow those of a recurrent state.
+void store::place_states(int32_t pos) {
+    if (llama_memory_recurrent * r = recurrent_states(owner.get_memory())) {
+        for (auto & cell : r->cells) {
+            cell.pos = cell.has_seq_id(0) ? pos : cell.pos;
+        }
+    }
+}
+
+void store::forget_overwritten(slots_snapshot & s, int32_t first) {
     const std::vector<llama_kv_cache *> all = caches();
     for (size_t i = 1; i < all.size(); ++i) {
         all[i]->seq_rm(-1, first, -1);

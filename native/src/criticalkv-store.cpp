@@ -383,8 +383,14 @@ void store::expect_buffer_sizes(llama_context & lctx) {
 
 void store::run(llama_context & lctx, const request & what) {
     lctx.synchronize();
-    asked = what;
-    lctx.memory_update(false);
+    asked          = what;
+    failure_status = CRITICALKV_OK;
+    try {
+        lctx.memory_update(false);
+    } catch (...) {
+        asked = {};
+        throw;
+    }
     asked = {};
     expect_buffer_sizes(lctx);
     if (failure_status != CRITICALKV_OK) {

@@ -292,7 +292,8 @@ class store {
     std::vector<llama_kv_cache *>           caches() const;
     slots_snapshot                          take_snapshot() const;
     void                                    rewind(const slots_snapshot & s);
-    void                                    keep_what_slid(slots_snapshot & s, int32_t first);
+    void                                    forget_overwritten(slots_snapshot & s, int32_t first);
+    void                                    place_states(int32_t pos);
     std::vector<std::vector<uint8_t>>       read_states() const;
     void                                    write_states(const std::vector<std::vector<uint8_t>> & states);
     std::vector<std::vector<float>>         read_rings() const;

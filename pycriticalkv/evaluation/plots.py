@@ -23,6 +23,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def check_picture(path: Path) -> None:
+    """Before any work: ImportError without matplotlib, ValueError if `path` is not that of a PNG file."""
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--plot {path}: allowed are names that end in .png")
+    _pyplot()
+
+
 def _over_budgets(
     axis: Any, cells: Sequence[Any], arms: tuple[list[tuple[str, str]], list[Any]], names: Sequence[str]
 ) -> None:

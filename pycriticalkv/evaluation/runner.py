@@ -83,7 +83,7 @@ class Outcome:
     prompt_tokens: int
     entries: int  # per KV head after the eviction
     score: float  # share of the answers that were found, 0 to 1
-    kl: float  # KL(full || this arm) of the answer's first token, nats
+    kl: float  # KL(full || this arm) of the token after the full cache's first answer token, nats
     output: str
 
     @property
@@ -252,15 +252,22 @@ class Evaluator:
         parts = [prompt.context, prompt.question] if setting == "query-aware" else [prompt.context]
         rest = [] if setting == "query-aware" else prompt.question
         limit = OWN_ANSWER_TOKENS if sample.task == OWN_TASK else TASKS[sample.task].max_answer_tokens
-        full = None
+        first, full = None, None
         for arm in [Arm(FULL, None), *(arm for arm in arms if arm.policy != FULL)]:
             llm, entries, logits = self.evicted(arm, parts, states)
             if rest:
                 llm.eval(rest)
                 logits = last_logits(llm)
-            full = logits if full is None else full
+            # The prompt's last logits were computed before the eviction, if the question is part of it. Those after
+            # one more token, the same in all arms, were not.
+            first = int(np.argmax(logits)) if first is None else first
+            evicted = llm.save_state()
+            llm.eval([first])
+            second = last_logits(llm)
+            full = second if full is None else full
             if arm in arms:
-                kl = float(divergence(full[None], logits[None])[0])
+                kl = float(divergence(full[None], second[None])[0])
+                llm.load_state(evicted)
                 output = _answer(llm, logits, limit)
                 yield Outcome(
                     sample.task, sample.seed, n_tokens, setting, arm.policy, arm.budget, arm.prefill,
@@ -368,7 +375,7 @@ class Source:
     window: int | None
     text: str | None  # sha256 of the haystack, None: public text
     questions: str | None  # sha256 of the file, None: the tasks
-    format: int = 3
+    format: int = 4
 
 
 def open_outcomes(path: Path, source: Source, kinds: Sequence[type[Any]] = (Outcome,)) -> list[Any]:

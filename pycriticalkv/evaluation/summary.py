@@ -37,7 +37,7 @@ class Cell:
     difference: float  # accuracy minus that of the full cache; nan without it
     difference_low: float
     difference_high: float
-    kl: float  # KL(full || this arm) of the answer's first token, mean over the samples, nats
+    kl: float  # KL(full || this arm) of the token after the first, mean over the samples, nats
     kl_low: float
     kl_high: float
 
@@ -102,7 +102,7 @@ def table(cells: Sequence[Cell]) -> str:
     """A Markdown table: a row per group, setting, length and arm."""
     head = (
         "| group | tokens | setting | policy | budget | prefill | entries | n | accuracy (95 %) | minus full (95 %) "
-        "| KL of the first token, nats (95 %) |"
+        "| KL after the first token, nats (95 %) |"
     )
     rows = [head, "| --- " * 11 + "|"]
     for c in cells:
