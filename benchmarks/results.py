@@ -1,15 +1,17 @@
 """The tables of docs/results.md from files of ``pycriticalkv eval``.
 
     python benchmarks/results.py eval.jsonl ...
+    python benchmarks/results.py --windows window-16.jsonl window-32.jsonl
 
 Accuracy with its 95 % bootstrap interval, the full cache beside every policy, differences between policies in pairs:
 on the same sample, at the same length and budget. KL divergence from the full cache on text that follows, in nats.
+With --windows: the same questions by two windows, the second minus the first.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +63,7 @@ def present(cells: list[Any]) -> list[str]:
 
 
 def prefill_table(outcomes: list[Outcome]) -> str:
-    """How prompts were read, over all tasks, lengths and budgets: accuracy and KL after the answer's first token."""
+    """How prompts were read, over all tasks and lengths: accuracy and KL after the answer's first token."""
     lines = [
         "| setting | policy | budget | prefill | n | accuracy | KL after the first token, nats |",
         "| --- |" + " --- |" * 6,
@@ -78,6 +80,14 @@ def prefill_table(outcomes: list[Outcome]) -> str:
     return "\n".join(lines)
 
 
+def paired(differences: dict[tuple[Any, ...], list[float]]) -> tuple[float, float, float, str]:
+    """Mean and interval of differences by sample, resampled by sample, and how many are better, equal and worse."""
+    every = np.array([d for values in differences.values() for d in values])
+    means = np.array([np.mean(values) for values in differences.values()])
+    counts = f"{(every > 0).sum()}, {(every == 0).sum()}, {(every < 0).sum()}"
+    return (float(means.mean()), *interval(means), counts)
+
+
 def difference_table(outcomes: list[Outcome]) -> str:
     """Differences between policies in pairs, over all tasks, lengths and budgets; resampled by sample."""
     lines = ["| setting | difference | mean | 95 % | better, equal, worse |", "| --- | --- | --- | --- | --- |"]
@@ -91,11 +101,36 @@ def difference_table(outcomes: list[Outcome]) -> str:
                 if its == setting and policy == one:
                     difference = value - scores[(setting, other, *sample, budget, prefill)]
                     by_sample.setdefault(tuple(sample), []).append(difference)
-            every = np.array([d for values in by_sample.values() for d in values])
-            means = np.array([np.mean(values) for values in by_sample.values()])
-            low, high = interval(means)
-            counts = f"{(every > 0).sum()}, {(every == 0).sum()}, {(every < 0).sum()}"
-            lines.append(f"| {setting} | {one} - {other} | {means.mean():+.3f} | {low:+.3f}, {high:+.3f} | {counts} |")
+            mean, low, high, counts = paired(by_sample)
+            lines.append(f"| {setting} | {one} - {other} | {mean:+.3f} | {low:+.3f}, {high:+.3f} | {counts} |")
+    return "\n".join(lines)
+
+
+def window_table(first: list[Outcome], second: list[Outcome]) -> str:
+    """One row per setting, task and policy: accuracies by two windows at every budget, and the paired difference."""
+    score = {o.key: o.score for o in second}
+    if {o.key for o in first} != score.keys():
+        raise SystemExit("the files do not hold outcomes of the same questions, policies and budgets")
+    groups: dict[tuple[str, ...], list[Outcome]] = {}
+    for o in first:
+        if o.policy != FULL:
+            groups.setdefault((o.setting, o.task, o.policy), []).append(o)
+    budgets = list(dict.fromkeys(o.budget for o in first if o.policy != FULL))
+    names = " | ".join(budget_name(budget) for budget in budgets)
+    lines = [
+        f"| setting | task | policy | {names} | difference | better, equal, worse |",
+        "| --- |" + " --- |" * (4 + len(budgets)),
+    ]
+    for group, members in groups.items():
+        shown = []
+        for budget in budgets:
+            of = [o for o in members if o.budget == budget]
+            shown.append(f"{np.mean([o.score for o in of]):.2f}, {np.mean([score[o.key] for o in of]):.2f}")
+        by_sample: dict[tuple[Any, ...], list[float]] = {}
+        for o in members:
+            by_sample.setdefault((o.seed, o.n_tokens), []).append(score[o.key] - o.score)
+        mean, low, high, counts = paired(by_sample)
+        lines.append(f"| {' | '.join((*group, *shown))} | {mean:+.3f} ({low:+.3f}, {high:+.3f}) | {counts} |")
     return "\n".join(lines)
 
 
@@ -115,8 +150,17 @@ def divergence_table(measured: list[Continuation]) -> str:
 
 def main() -> None:
     """Run as a program."""
-    for path in sys.argv[1:]:
-        model, outcomes, measured = read(Path(path))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("--windows", action="store_true", help="two files that differ in the window")
+    args = parser.parse_args()
+    if args.windows:
+        if len(args.files) != 2:
+            parser.error("--windows: allowed are two files")
+        print(window_table(*(read(path)[1] for path in args.files)))
+        return
+    for path in args.files:
+        model, outcomes, measured = read(path)
         print(f"\n### {model}\n\n{accuracy_table(summarize(outcomes))}\n\n{difference_table(outcomes)}")
         if any(o.prefill != "full" for o in outcomes):
             print(f"\n{prefill_table(outcomes)}")

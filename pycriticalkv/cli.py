@@ -12,10 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pycriticalkv.arguments import GGML_TYPES, MOST_THREADS
+
 DEFAULT_PASSAGES = 4
-MOST_THREADS = 512  # ggml's limit
 DEFAULT_LENGTHS = (1024, 2048, 4096)
-CACHE_TYPES = {"f16": 1, "bf16": 30, "f32": 0, "q8_0": 8, "q5_1": 7, "q5_0": 6, "q4_1": 3, "q4_0": 2}
+CACHE_TYPES = {name: number for number, name in GGML_TYPES.items()}
 
 
 def budget(text: str) -> int | float:

@@ -294,7 +294,7 @@ class Llama(llama_cpp.Llama):
 
     def _tokens_asked(self, messages: Any) -> int:
         """Tokens at the end of a chat's prompt that its last user message takes, about; of a long one, its end."""
-        if not isinstance(messages, Sequence):
+        if isinstance(messages, str) or not isinstance(messages, Sequence):
             raise TypeError(f"messages={messages!r}: allowed is a list of dicts with role and content")
         asked = [m.get("content") for m in messages if isinstance(m, dict) and m.get("role") == "user"]
         if not asked or not isinstance(asked[-1], str):
@@ -478,8 +478,8 @@ class Llama(llama_cpp.Llama):
         """
         self._kv_store.cancel_prefill()
         self._kv_store.peek([], 0)
-        held = int(self._kv_store.stats().n_tokens)
-        evicted = int(self._kv_store.stats().evicted_at) if self._kv_store.stats().evicted else -1
+        stats = self._kv_store.stats()
+        held, evicted = int(stats.n_tokens), int(stats.evicted_at) if stats.evicted else -1
         self._requires_eval = True  # the logits are those of what did not come to its end
         if held >= n_tokens and (held == n_tokens or self._ctx.kv_cache_seq_rm(-1, n_tokens, -1)):
             self.n_tokens = n_tokens

@@ -285,10 +285,10 @@ def test_a_chat_that_nobody_reads_leaves_nothing_to_peek_at(tiny, load, tokens, 
     assert {len(tokens) for tokens, _ in peeks} == {4}
 
 
-@pytest.mark.parametrize("messages", [None, 5])
+@pytest.mark.parametrize("messages", [None, 5, "hello"])
 def test_chats_that_are_none(tiny, load, messages):
     llm = load(tiny, prefill="stream", chat_format="chatml", **COMMON)
-    with pytest.raises(TypeError, match=f"messages={messages}: allowed is a list"):
+    with pytest.raises(TypeError, match=f"messages={messages!r}: allowed is a list"):
         llm.create_chat_completion(messages)
 
 
