@@ -19,6 +19,26 @@ MOST_THREADS = 512  # ggml's limit
 OURS = ("kv_budget", "kv_policy", "kv_memory_limit", "prefill", "stream", "prefill_progress")
 
 
+def check_int(name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
+    """TypeError or ValueError, naming argument, value and what is allowed, unless it is an int from least to most."""
+    allowed = f"allowed is an int from {least} to {most}"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}={value!r}: {allowed}")
+    if not least <= int(value) <= most:
+        raise ValueError(f"{name}={value!r}: {allowed}")
+
+
+def check_several(name: str, values: Any, *, empty: bool = False) -> None:
+    """Refuse what is not a list or a tuple, has a value twice or, unless that is allowed, none."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{name}={values!r}: allowed is a list or a tuple")
+    if not values and not empty:
+        raise ValueError(f"{name}={values!r}: allowed is at least one")
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{name}={values!r}: {value!r} is there more than once, allowed is each once")
+
+
 def check_names(kwargs: dict[str, Any], *, with_budget: bool) -> None:
     """Refuse unknown arguments, which llama_cpp.Llama ignores; without a budget only those that look like ours."""
     known = [*inspect.signature(llama_cpp.Llama.__init__).parameters, *OURS]
@@ -49,11 +69,7 @@ def check_arguments(n_ctx: int | None, flash_attn: bool | None, kwargs: dict[str
     if flash_attn is not None and not flash_attn:
         raise ValueError(f"flash_attn={flash_attn!r}: kv_budget needs flash attention; leave it out or give True")
     for name in ("n_batch", "n_ubatch"):
-        value = kwargs.get(name, 1)
-        if isinstance(value, bool) or not isinstance(value, Integral):
-            raise TypeError(f"{name}={value!r}: allowed is an int")
-        if not 1 <= int(value) < 2**31:
-            raise ValueError(f"{name}={value!r}: allowed is an int from 1 to 2**31 - 1")
+        check_int(name, kwargs.get(name, 1), 1)
     for name in ("n_threads", "n_threads_batch"):
         value = kwargs.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, Integral)):

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pycriticalkv import __version__
 from pycriticalkv.arguments import GGML_TYPES, MOST_THREADS
 
 DEFAULT_PASSAGES = 4
@@ -141,9 +142,10 @@ def _eval(args: argparse.Namespace) -> None:
     from pycriticalkv.state import model_digest  # noqa: PLC0415
 
     _check_files(args, "out", "plot")
-    for name, least in (("samples", 1), ("passages", 0), ("forced", 2)):
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            raise ValueError(f"--{name} {getattr(args, name)}: allowed is at least {least}")
+    for name, least, most in (("samples", 1, 100_000), ("passages", 0, 100_000), ("forced", 2, 2**31 - 1)):
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{name} {value}: allowed is {least} to {most}")
     grid = Grid(
         tasks=tuple(args.tasks), n_tokens=tuple(args.tokens), settings=tuple(args.settings),
         seeds=tuple(range(args.first_seed, args.first_seed + args.samples)),
@@ -167,6 +169,8 @@ def _eval(args: argparse.Namespace) -> None:
             passages = passages_that_fit(evaluator, forced, most=DEFAULT_PASSAGES, text=text)
             if passages < DEFAULT_PASSAGES:
                 print(f"{passages} passages of {max(args.tokens)} + {forced} tokens fit", file=sys.stderr)
+        for task in grid.tasks:  # whether the shortest prompts hold what they have to, before any work
+            evaluator.sample(task, min(grid.n_tokens), grid.seeds[0], text)
         source = Source(
             model=args.model.name, model_digest=model_digest(str(args.model)).hex(), cache_type=args.type,
             window=args.window, text=_sha256(args.text), questions=_sha256(args.questions),
@@ -193,8 +197,9 @@ def _eval(args: argparse.Namespace) -> None:
             keep(outcome, outcomes)
     print(table(summarize(outcomes)))
     overall = summarize(outcomes, by_task=False)
-    print()
-    print(table(overall))
+    if len({o.task for o in outcomes}) > 1:
+        print()
+        print(table(overall))
     cells = summarize_continuations(followed)
     if cells:
         print()
@@ -304,6 +309,7 @@ def _inspect(args: argparse.Namespace) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; problems the user can solve are told in one line, with exit status 1."""
     parser = argparse.ArgumentParser(prog="pycriticalkv", description="Tools around pycriticalkv.Llama.")
+    parser.add_argument("--version", action="version", version=f"pycriticalkv {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_eval(commands)
     _add_bench(commands)

@@ -23,6 +23,7 @@ from pycriticalkv.prefill import (
     Stream,
     check_prefill,
     check_progress,
+    check_question,
     chunks,
     layer_progress,
     parse_memory,
@@ -98,8 +99,10 @@ class Llama(llama_cpp.Llama):
         flash_attn: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        model_path = os.fspath(model_path)
         self._stack = contextlib.ExitStack()  # close() works on an object that was refused
+        if not isinstance(model_path, str | os.PathLike):
+            raise TypeError(f"model_path={model_path!r}: allowed is the path of a GGUF file")
+        model_path = os.fspath(model_path)
         self._kv_budget: Budget | None = None
         self._kv_arguments = {
             "kv_budget": kv_budget,
@@ -117,8 +120,8 @@ class Llama(llama_cpp.Llama):
         self._kv_asked = 0  # tokens at the end of the next prompt that a chat's last user message takes
         # question and tokens asked of the last prompt over the budget
         self._kv_looked: tuple[str | None, int] = (None, 0)
-        self.question: str | None = None
-        self.prefill_progress = check_progress(prefill_progress)
+        self.question = None
+        self.prefill_progress = prefill_progress
         self._kv_prompt_next: bool | None = None
         self._kv_prompt_logits: npt.NDArray[np.single] | None = None  # after the prompt that was evicted last
         check_names(kwargs, with_budget=kv_budget is not None)
@@ -186,6 +189,24 @@ class Llama(llama_cpp.Llama):
         self.input_ids = np.zeros(self._n_ctx, dtype=np.intc)
         if self._logits_all:
             self.scores = np.ndarray((self._n_ctx, self._n_vocab), dtype=np.single)
+
+    @property
+    def question(self) -> str | None:
+        """The text that a stream looks for; None: the end of the prompt."""
+        return self._kv_question
+
+    @question.setter
+    def question(self, question: str | None) -> None:
+        self._kv_question = check_question(question)
+
+    @property
+    def prefill_progress(self) -> Progress | None:
+        """What is called as a prompt is read, with the tokens done and the tokens in all."""
+        return self._kv_progress
+
+    @prefill_progress.setter
+    def prefill_progress(self, progress: Progress | None) -> None:
+        self._kv_progress = check_progress(progress)
 
     def _check_adapter(self) -> None:
         """Refuse an adapter that could not be loaded: llama_cpp takes its null pointer for one and crashes."""
@@ -395,6 +416,7 @@ class Llama(llama_cpp.Llama):
             if mode == "exact":  # one layer's prompt, what the others keep or have, hidden states
                 others = max(kept, int(stats.n_entries)) * per_entry * (n_layer - 1)
                 needed = (needed + others) // n_layer + 4 * len(tokens) * self.n_embd()
+                needed += int(stats.n_entries) * per_entry  # the cache before, in case that this is stopped
             mode = "stream" if needed > limit else mode
         chunk = self._kv_prefill.stream.chunk if mode == "stream" else None
         n_ubatch: int = self.context_params.n_ubatch
@@ -442,8 +464,6 @@ class Llama(llama_cpp.Llama):
         """The tokens that a stream peeks at: the question that was named, or the last ones of the prompt."""
         most = min(self._kv_policy.window + MOST_PEEKED, self.context_params.n_ubatch)
         if self.question is not None:
-            if not isinstance(self.question, str):
-                raise TypeError(f"question={self.question!r}: allowed are a str and None")
             named = self.tokenize(self.question.encode(), add_bos=False, special=False)
             if named:
                 return list(named[-min(most, len(tokens)) :])

@@ -64,6 +64,13 @@ def check_prefill(prefill: str) -> str:
     return prefill
 
 
+def check_question(question: str | None) -> str | None:
+    """The text to look for itself."""
+    if question is not None and not isinstance(question, str):
+        raise TypeError(f"question={question!r}: allowed are a str and None")
+    return question
+
+
 def check_progress(progress: Progress | None) -> Progress | None:
     """The callback itself, if it can be called."""
     if progress is not None and not callable(progress):
@@ -77,7 +84,10 @@ def parse_memory(limit: int | str | None) -> int | None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, int | str):
         raise TypeError(f'kv_memory_limit={limit!r}: allowed are bytes (int) and strings such as "2GiB" or "500MB"')
-    number = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?b|)\s*", str(limit).lower())
+    if isinstance(limit, int) and limit >= 2**63:
+        raise ValueError(f"kv_memory_limit=2**{limit.bit_length() - 1} or more: allowed are bytes below 2**63")
+    # 4300 digits are more than Python turns into a number
+    number = re.fullmatch(r"\s*(\d{1,1000}(?:\.\d{1,1000})?)\s*([kmg]i?b|)\s*", str(limit).lower())
     bytes_ = int(Fraction(number[1]) * UNITS[number[2]]) if number else 0
     if not 1 <= bytes_ < 2**63:
         raise ValueError(

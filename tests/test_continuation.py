@@ -27,6 +27,9 @@ def measured(tmp_path_factory):
         for forced, why in ((1, "forced=1"), (9000, "n_tokens=300, forced=9000: the context is")):
             with pytest.raises(ValueError, match=why):
                 list(continuations(evaluator, 1, forced))
+        for passages, forced, name in (("1", 40, "passages='1'"), (-1, 40, "passages=-1"), (1, 2.5, "forced=2.5")):
+            with pytest.raises((ValueError, TypeError), match=name):
+                list(continuations(evaluator, passages, forced))
         assert passages_that_fit(evaluator, 40, most=4) == 4
         assert passages_that_fit(evaluator, 40, most=4, text="The keeper lit the lamp. " * 40) == 1
         assert passages_that_fit(evaluator, 9000, most=4) == 0

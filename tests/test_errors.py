@@ -180,6 +180,13 @@ def test_a_path_object_is_a_path(tiny, load):
     assert load(Path(tiny), kv_budget=64).kv_stats().budget == 64
 
 
+@pytest.mark.parametrize("budget", [None, 64])
+@pytest.mark.parametrize("path", [None, 5, b"model.gguf"])
+def test_a_path_that_is_none(load, path, budget, recwarn):
+    with pytest.raises(TypeError, match=f"model_path={path!r}: allowed is the path of a GGUF file"):
+        load(path, kv_budget=budget)
+
+
 def test_a_closed_model_raises(tiny, load):
     llm = load(tiny, kv_budget=64)
     llm.close()

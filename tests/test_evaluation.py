@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from helpers import last_logits
 
-from pycriticalkv import cli
+from pycriticalkv import __version__, cli
 from pycriticalkv.evaluation import prompts
 from pycriticalkv.evaluation.runner import (
     FULL,
     PREFILLS,
+    Arm,
     Evaluator,
     Grid,
     Outcome,
@@ -25,6 +26,7 @@ from pycriticalkv.evaluation.runner import (
 )
 from pycriticalkv.evaluation.summary import interval, summarize, table
 from pycriticalkv.evaluation.tasks import OWN_TASK, Sample
+from pycriticalkv.policy import KVPolicy
 from pycriticalkv.store import Store
 
 GRID = Grid(
@@ -101,6 +103,16 @@ def test_a_question_shorter_than_the_least_budget(tiny):
         answers = list(evaluator.ask([short]))
     assert len(answers) == 2 * len(grid.arms)
     assert {o.entries == o.prompt_tokens for o in answers if o.setting == "query-aware"} == {True}
+
+
+def test_questions_longer_than_the_context_are_told_before_any_work(tiny):
+    short = Sample(OWN_TASK, 1, "ab", "c?", ("d",), 0)
+    long = Sample(OWN_TASK, 7, "the keeper " * 100, "c?", ("d",), 0)
+    with (
+        Evaluator(tiny, replace(GRID, tasks=()), n_ctx=256, n_threads=1, n_threads_batch=1) as evaluator,
+        pytest.raises(ValueError, match=r"question 7: \d+ tokens and an answer of 64: the context is 256 tokens"),
+    ):
+        next(evaluator.ask([short, long]))
 
 
 def test_a_prefill_that_the_model_cannot_do_is_refused(tiny, monkeypatch):
@@ -189,6 +201,19 @@ def test_lines_that_are_no_outcomes(tmp_path):
         open_outcomes(file, SOURCE)
 
 
+@pytest.mark.parametrize(
+    "field,value", [("score", "1"), ("seed", 1.5), ("entries", True), ("budget", "10%"), ("kl", None)]
+)
+def test_outcomes_with_damaged_values(outcomes, tmp_path, field, value):
+    file = tmp_path / "out.jsonl"
+    open_outcomes(file, SOURCE)
+    append_outcome(file, outcomes[1][0])
+    assert open_outcomes(file, SOURCE) == outcomes[1][:1]
+    append_outcome(file, replace(outcomes[1][1], **{field: value}))
+    with pytest.raises(ValueError, match=f"line 3: {field} is {value!r}; give another file"):
+        open_outcomes(file, SOURCE)
+
+
 def test_a_grid_knows_its_outcomes(outcomes):
     assert all(GRID.asks(o) for o in outcomes[1])
     assert not any(replace(GRID, n_tokens=(500,)).asks(o) for o in outcomes[1])
@@ -210,11 +235,27 @@ def test_a_grid_knows_its_outcomes(outcomes):
         ({"n_tokens": (0,)}, "n_tokens=0"),
         ({"prefills": ("auto",)}, "prefill='auto' is not known; known are full, exact, stream"),
         ({"prefills": ("full", "full")}, "'full' is there more than once"),
+        ({"n_tokens": ()}, r"n_tokens=\(\): allowed is at least one"),
+        ({"policies": ()}, r"policies=\(\): allowed is at least one"),
+        ({"tasks": (None,)}, "task=None is not known"),
+        ({"policies": (["snapkv"],)}, "policy=.'snapkv'. is not known"),
+        ({"tasks": "facts"}, "tasks='facts': allowed is a list or a tuple"),
+        ({"seeds": 20}, "seeds=20: allowed is a list or a tuple"),
+        ({"n_tokens": ("2048",)}, "n_tokens='2048': allowed is an int"),
+        ({"seeds": (0.5,)}, "seeds=0.5: allowed is an int"),
+        ({"budgets": None}, "budgets=None: allowed is a list or a tuple"),
+        ({"window": 0}, "window=0"),
+        ({"window": "16"}, "window='16'"),
     ],
 )
 def test_grids_are_checked(arguments, why):
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises((ValueError, TypeError), match=why):
         Grid(**arguments)
+
+
+def test_shares_are_of_the_number_that_was_written():
+    assert Arm("snapkv", 0.29).entries(1000, KVPolicy()) == 290  # 0.29 * 1000 is 289.99... in binary
+    assert Grid(budgets=[0.29]).budgets == (0.29,)
 
 
 def outcome(seed, policy, budget, score):
@@ -234,6 +275,9 @@ def test_summary():
     assert (cell.kl, cell.kl_low >= 0, cell.kl_high <= 0.75) == (0.375, True, True)
     assert "| facts | 600 | query-aware | snapkv | 10% | full | 60 | 4 | 0.625" in table(cells)
     assert math.isnan(summarize(evicted)[0].difference)
+    single = summarize([full[1], evicted[1]])[1]
+    assert math.isnan(single.low) and math.isnan(single.kl_high)
+    assert "| 1 | 1.000 | +0.000 | 0.2500 |" in table([single])
 
 
 def test_the_bootstrap_interval_is_that_of_the_mean():
@@ -267,6 +311,7 @@ def test_eval_command(outcomes, tmp_path, capsys):
     assert cli.main(command) == 0
     printed = capsys.readouterr().out
     assert "| facts | 400 | context-only | snapkv | 50% | full |" in printed
+    assert "| all | 400 |" not in printed  # which would be the same again
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     lines = out.read_text().splitlines()
     assert len(lines) == 1 + 2 * 5 + 2 * 2 * 5
@@ -308,6 +353,9 @@ def test_inspect_command(outcomes, tmp_path, capsys):
         (["eval", "MODEL", "--passages", "-1"], "--passages -1"),
         (["eval", "MODEL", "--forced", "1"], "--forced 1"),
         (["eval", "MODEL", "--passages", "500"], "passages=500"),
+        (["eval", "MODEL", "--samples", "10000000000"], "--samples 10000000000: allowed is 1 to 100000"),
+        (["eval", "MODEL", "--tokens", "10"], "n_tokens=10 is too small for task"),
+        (["eval", "MODEL", "--tokens", "8192"], "n_tokens=8192: allowed is at most"),
         (["bench", "missing.gguf"], "missing.gguf"),
         (["bench", "MODEL", "--turns", "0"], "turns=0"),
         (["bench", "MODEL", "--budgets", "64", "64"], "each once"),
@@ -328,6 +376,14 @@ def test_commands_say_what_is_wrong(outcomes, capsys, command, why, tmp_path):
     command = [str(outcomes[0]) if word == "MODEL" else word for word in command]
     assert cli.main([*command, "--out", str(tmp_path / "out")]) == 1
     assert why in capsys.readouterr().err
+
+
+def test_version_and_help(capsys):
+    for option, shown in (("--version", f"pycriticalkv {__version__}\n"), ("--help", "does it still answer right?")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([option])
+        assert ended.value.code == 0
+        assert shown in capsys.readouterr().out
 
 
 def test_a_grid_may_have_another_window():

@@ -65,9 +65,13 @@ def test_rows_compare_with_the_faster_full_cache():
         ({"budgets": [1]}, "kv_budget=1"),
         ({"n_tokens": [9000]}, "the model's context is 8192"),
         ({"text": ""}, "no tokens"),
+        ({"text": b"abc"}, "text=b'abc': allowed are None and a str"),
+        ({"n_tokens": 100}, "n_tokens=100: allowed is a list or a tuple"),
+        ({"n_tokens": ["100"]}, "n_tokens='100': allowed is an int"),
+        ({"budgets": None}, "budgets=None: allowed is a list or a tuple"),
     ],
 )
 def test_arguments_are_checked(tiny, arguments, why):
     given = {"n_tokens": [100], "budgets": [64], **arguments}
-    with pytest.raises(ValueError, match=why):
+    with pytest.raises((ValueError, TypeError), match=why):
         list(measure_speed(tiny, given.pop("n_tokens"), given.pop("budgets"), **given, **THREADS))

@@ -217,9 +217,11 @@ def test_a_named_question(tiny, load, tokens, peeks):
     peeks.clear()
     llm.eval(tokens(300, seed=2))
     assert {len(peek[0]) for peek in peeks} == {UBATCH}  # less than window + 32
-    llm.question = 5
     with pytest.raises(TypeError, match="question=5: allowed are a str and None"):
-        llm.eval(tokens(300, seed=3))
+        llm.question = 5
+    with pytest.raises(TypeError, match="prefill_progress=5: allowed is a function"):
+        llm.prefill_progress = 5
+    assert llm.question == "abcdefgh " * 50 and llm.prefill_progress is None
 
 
 def test_another_question_is_another_prompt(tiny, load, tokens):
@@ -344,6 +346,13 @@ def test_auto_streams_what_would_not_fit(tiny, load, tokens):
         llm.eval(tokens(n))
         assert llm.kv_stats().prefill == mode
         assert llm.kv_stats().memory_limit == 300_000
+    for more, mode in ((0, "exact"), (1, "stream")):  # a later turn also holds a copy of what was there
+        llm.reset()
+        llm.eval(tokens(200))
+        held = int(llm._kv_store.stats().n_entries)
+        most = (300_000 - kept - (1 + 3) * held * per_entry) // (per_entry + 4 * llm.n_embd())
+        llm.eval(tokens(most + more, seed=2))
+        assert llm.kv_stats().prefill == mode
 
 
 @pytest.mark.parametrize(
@@ -353,7 +362,10 @@ def test_memory_limits(limit, bytes_):
     assert parse_memory(limit) == bytes_
 
 
-@pytest.mark.parametrize("limit", [0, -1, "", "GiB", "2 TiB", "1e9", "-5MB", "0", 10**400, "9" * 400 + "GiB"])
+LONG = [pytest.param(10**5000, id="int of 5001 digits"), pytest.param("9" * 5000, id="5000 digits")]
+
+
+@pytest.mark.parametrize("limit", [0, -1, "", "GiB", "2 TiB", "1e9", "-5MB", "0", 10**400, "9" * 400 + "GiB", *LONG])
 def test_limits_that_are_none(tiny, load, limit):
     with pytest.raises(ValueError, match="kv_memory_limit="):
         load(tiny, kv_budget=64, kv_memory_limit=limit)

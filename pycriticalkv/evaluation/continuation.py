@@ -15,9 +15,10 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from pycriticalkv.arguments import check_int
 from pycriticalkv.evaluation.divergence import divergence, likelihoods
 from pycriticalkv.evaluation.runner import FULL, Arm, Evaluator, States
-from pycriticalkv.evaluation.summary import budget_name
+from pycriticalkv.evaluation.summary import budget_name, with_interval
 from pycriticalkv.evaluation.tasks import prose
 from pycriticalkv.llama import Llama
 
@@ -95,8 +96,6 @@ def passages_that_fit(evaluator: Evaluator, forced: int, *, most: int, text: str
 
 
 def _check(evaluator: Evaluator, passages: int, forced: int, tokens: Sequence[int]) -> None:
-    if forced < 2:
-        raise ValueError(f"forced={forced!r}: allowed is at least 2")
     for n_tokens in evaluator.grid.n_tokens:
         if n_tokens + forced > evaluator.context:
             raise ValueError(f"n_tokens={n_tokens}, forced={forced}: the context is {evaluator.context} tokens")
@@ -120,8 +119,11 @@ def continuations(
     Passages follow each other in the text and do not overlap; each begins with the model's first token, if it has one.
 
     Raises:
-        ValueError: The text is too short, or passage and forced tokens do not fit the context; nothing is measured.
+        ValueError: `passages` or `forced` is too small, the text is too short, or passage and forced tokens do not fit
+            the context; nothing is measured.
     """
+    check_int("passages", passages, 0)
+    check_int("forced", forced, 2)
     if passages == 0:
         return
     known = {c.key for c in done}
@@ -206,7 +208,7 @@ def continuation_table(cells: Sequence[ContinuationCell]) -> str:
     )
     rows = [head, "| --- " * 9 + "|"]
     for c in cells:
-        kl = "" if c.policy == FULL else f"{c.kl:.4f} ({c.kl_low:.4f} to {c.kl_high:.4f})"
+        kl = "" if c.policy == FULL else with_interval(c.kl, c.kl_low, c.kl_high, ".4f")
         same = "" if c.policy == FULL else f"{c.same_first:.3f}"
         rows.append(
             f"| {c.n_tokens} | {c.policy} | {budget_name(c.budget)} | {c.prefill} | {c.entries:.0f} "

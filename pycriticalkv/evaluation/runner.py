@@ -16,13 +16,15 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from pycriticalkv.arguments import check_int, check_several
 from pycriticalkv.evaluation import prompts
 from pycriticalkv.evaluation.divergence import divergence
 from pycriticalkv.evaluation.tasks import OWN_TASK, TASKS, Sample, make_sample, score
@@ -66,7 +68,7 @@ class Arm:
             return n
         if isinstance(self.budget, int):
             return self.budget
-        return max(policy.least_budget, min(LEAST_SHARE, n), math.floor(self.budget * n))
+        return max(policy.least_budget, min(LEAST_SHARE, n), math.floor(Fraction(repr(self.budget)) * n))
 
 
 @dataclass(frozen=True)
@@ -111,20 +113,19 @@ class Grid:
     prefills: tuple[str, ...] = ("full",)  # of PREFILLS
 
     def __post_init__(self) -> None:
-        """Check every value; ValueError names the first that is wrong."""
+        """Check every value; ValueError or TypeError names the first that is wrong."""
+        for what in ("tasks", "n_tokens", "seeds", "settings", "policies", "budgets", "prefills"):
+            check_several(what, getattr(self, what), empty=what == "tasks")
+            object.__setattr__(self, what, tuple(getattr(self, what)))
         _check("task", self.tasks, TASKS)
         _check("setting", self.settings, SETTINGS)
         _check("policy", self.policies, PRESETS)
         _check("prefill", self.prefills, PREFILLS)
-        for what in ("tasks", "n_tokens", "seeds", "settings", "policies", "budgets", "prefills"):
-            values = getattr(self, what)
-            for value in values:
-                if values.count(value) > 1:
-                    raise ValueError(f"{what}={values!r}: {value!r} is there more than once")
         for n in self.n_tokens:
-            if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-                raise ValueError(f"n_tokens={n!r}: allowed are positive ints")
-        least = max((self.policy(name).least_budget for name in self.policies), default=1)
+            check_int("n_tokens", n, 1)
+        for seed in self.seeds:
+            check_int("seeds", seed, -(2**63), 2**63 - 1)
+        least = max(self.policy(name).least_budget for name in self.policies)
         for budget in self.budgets:
             share = isinstance(budget, float) and 0 < budget <= 1
             if not share and (isinstance(budget, bool) or not isinstance(budget, int) or budget < least):
@@ -160,7 +161,7 @@ class Grid:
 
 def _check(what: str, values: Sequence[str], known: Any) -> None:
     for value in values:
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise ValueError(f"{what}={value!r} is not known; known are {', '.join(known)}")
 
 
@@ -227,7 +228,18 @@ class Evaluator:
                             yield from self.evaluate(sample, setting, arms, n_tokens, states)
 
     def ask(self, questions: Sequence[Sample], *, done: Sequence[Outcome] = ()) -> Iterator[Outcome]:
-        """Evaluate a user's own questions (``tasks.load_questions``); their length stands as 0 tokens asked for."""
+        """Evaluate a user's own questions (``tasks.load_questions``); their length stands as 0 tokens asked for.
+
+        Raises:
+            ValueError: A question and its answer are longer than the context; nothing is evaluated.
+        """
+        for sample in questions:
+            n = len(prompts.build(self._reader, sample.context, sample.question).tokens)
+            if n + OWN_ANSWER_TOKENS > self.context:
+                raise ValueError(
+                    f"question {sample.seed}: {n} tokens and an answer of {OWN_ANSWER_TOKENS}: the context is "
+                    f"{self.context} tokens"
+                )
         known = {outcome.key for outcome in done}
         for sample in questions:
             states: States = {}
@@ -311,8 +323,12 @@ def _check_model(llm: Llama, grid: Grid) -> None:
     for name in grid.prefills:
         PREFILLS[name].check(llm._kv_policy.window, llm._kv_store.check_prefill)
     longest = llm._model.n_ctx_train()
-    if grid.tasks and max(grid.n_tokens) > longest:
-        raise ValueError(f"n_tokens={max(grid.n_tokens)}: the model's context is {longest}")
+    answer = TEMPLATE_TOKENS + max((TASKS[task].max_answer_tokens for task in grid.tasks), default=0)
+    if grid.tasks and max(grid.n_tokens) + answer > longest:
+        raise ValueError(
+            f"n_tokens={max(grid.n_tokens)}: allowed is at most {longest - answer}, since the model's context is "
+            f"{longest} and chat template and answer may take {answer}"
+        )
 
 
 def last_logits(llm: Llama) -> npt.NDArray[np.single]:
@@ -404,7 +420,11 @@ def open_outcomes(path: Path, source: Source, kinds: Sequence[type[Any]] = (Outc
         if frozenset(record) not in by_names:
             wanted = " or ".join(", ".join(sorted(names)) for names in by_names)
             raise ValueError(f"{path}, line {number}: not an outcome; needed are the fields {wanted}")
-        outcomes.append(by_names[frozenset(record)](**record))
+        kind = by_names[frozenset(record)]
+        for name, hint in get_type_hints(kind).items():
+            if not _is_of(record[name], hint):
+                raise ValueError(f"{path}, line {number}: {name} is {record[name]!r}; give another file")
+        outcomes.append(kind(**record))
     if whole != data:
         path.write_bytes(whole)
     return outcomes
@@ -418,6 +438,11 @@ def _record(line: bytes, number: int, path: Path) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise ValueError(f"{path}, line {number}: not an object; give another file")
     return record
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    kinds = get_args(hint) or (hint,)
+    return not isinstance(value, bool) and (isinstance(value, kinds) or (float in kinds and isinstance(value, int)))
 
 
 def append_outcome(path: Path, outcome: Any) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pycriticalkv.arguments import check_int, check_several
 from pycriticalkv.evaluation.summary import budget_name
 from pycriticalkv.evaluation.tasks import prose
 from pycriticalkv.llama import Llama
@@ -111,15 +112,16 @@ def measure_speed(
         **arguments: More arguments of ``Llama`` (n_threads, type_k, ...).
 
     Raises:
+        TypeError: A value has the wrong type.
         ValueError: A value is out of range, or a length does not fit the model's context.
     """
+    check_several("n_tokens", n_tokens)
+    check_several("budgets", budgets)
     for name, values in {"n_tokens": n_tokens, "turns": [turns], "tokens_per_turn": [tokens_per_turn]}.items():
         for value in values:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r}: allowed are positive ints")
-    for name, several in (("n_tokens", n_tokens), ("budgets", budgets)):
-        if not several or len(set(several)) < len(several):
-            raise ValueError(f"{name}={list(several)!r}: allowed is at least one, and each once")
+            check_int(name, value, 1)
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"text={text!r}: allowed are None and a str")
     spare = (turns + WARM_UP) * tokens_per_turn
     common = {"n_ctx": max(n_tokens) + spare, "kv_policy": policy, **arguments}
     plain = all(common.get(name, 1) in PLAIN_TYPES for name in ("type_k", "type_v"))

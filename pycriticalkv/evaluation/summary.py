@@ -20,7 +20,7 @@ LEVEL = 0.95
 class Cell:
     """Accuracy of one arm over the samples of a group, and how it differs from the full cache on the same samples.
 
-    Intervals are 95 % percentile bootstrap intervals over samples.
+    Intervals are 95 % percentile bootstrap intervals over samples; NaN for a single sample.
     """
 
     group: str  # task, or "all"
@@ -43,7 +43,9 @@ class Cell:
 
 
 def interval(values: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
-    """95 % bootstrap interval of the mean; the same values give the same interval."""
+    """95 % bootstrap interval of the mean; the same values give the same interval. NaN for less than two values."""
+    if len(values) < 2:
+        return math.nan, math.nan
     random = np.random.Generator(np.random.PCG64(seed))
     means = values[random.integers(0, len(values), (RESAMPLES, len(values)))].mean(axis=1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
@@ -98,6 +100,11 @@ def budget_name(budget: int | float | None) -> str:
     return f"{budget:.0%}" if isinstance(budget, float) else str(budget)
 
 
+def with_interval(value: float, low: float, high: float, form: str) -> str:
+    """As it stands in tables: the value alone, if there is no interval."""
+    return f"{value:{form}}" + ("" if math.isnan(low) else f" ({low:{form}} to {high:{form}})")
+
+
 def table(cells: Sequence[Cell]) -> str:
     """A Markdown table: a row per group, setting, length and arm."""
     head = (
@@ -106,9 +113,9 @@ def table(cells: Sequence[Cell]) -> str:
     )
     rows = [head, "| --- " * 11 + "|"]
     for c in cells:
-        accuracy = f"{c.accuracy:.3f} ({c.low:.3f} to {c.high:.3f})"
-        difference = f"{c.difference:+.3f} ({c.difference_low:+.3f} to {c.difference_high:+.3f})"
-        divergence = f"{c.kl:.4f} ({c.kl_low:.4f} to {c.kl_high:.4f})"
+        accuracy = with_interval(c.accuracy, c.low, c.high, ".3f")
+        difference = with_interval(c.difference, c.difference_low, c.difference_high, "+.3f")
+        divergence = with_interval(c.kl, c.kl_low, c.kl_high, ".4f")
         beside_full = " | " if c.policy == FULL else f"{difference} | {divergence}"
         rows.append(
             f"| {c.group} | {c.n_tokens} | {c.setting} | {c.policy} | {budget_name(c.budget)} | {c.prefill} "
