@@ -30,10 +30,10 @@ SAN_OPTIONS = ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=1:abort_
               UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
 
 .DELETE_ON_ERROR:
-.PHONY: help venv install test test-native demo bench stock test-asan lint format clean FORCE
+.PHONY: help venv install test test-native demo bench stock test-asan cuda-report lint format clean FORCE
 
 help:
-	@echo "make test | demo | bench | stock | test-asan | lint | format | install | venv | clean"
+	@echo "make test | demo | bench | stock | test-asan | cuda-report | lint | format | install | venv | clean"
 
 # ---------------------------------------------------------------- environments
 
@@ -96,6 +96,10 @@ test-asan: $(ASAN_VENV)/.installed
 	$(call run_native_tests,build/asan,$(SAN_OPTIONS))
 	LD_PRELOAD="$(RUNTIMES)" $(SAN_OPTIONS) PYTHONMALLOC=malloc \
 	    $(ASAN_VENV)/bin/pytest --capture=sys $(PYTEST_ARGS)
+
+# Registers, spills and shared memory of our CUDA kernels. Needs nvcc and no GPU; status 77 means there is no nvcc.
+cuda-report:
+	@$(PYTHON) native/cuda/report.py || [ $$? -eq 77 ]
 
 # ---------------------------------------------------------------- programs
 
