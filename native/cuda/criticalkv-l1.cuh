@@ -46,11 +46,10 @@ template <int D> struct alignas(32) l1_memory {
 
 static_assert(sizeof(l1_memory<128>) <= 48 * 1024 && sizeof(l1_memory<256>) <= 48 * 1024, "static shared memory");
 
-// The power of two that is at most x, within the range whose inverse is a normal number as well.
-__device__ inline float power_of_two_below(float x) {
+// Exponent bits of x, so far inside their range that 254 minus them are those of a normal number as well.
+__device__ inline uint32_t exponent_of(float x) {
     const uint32_t exponent = __float_as_uint(x) >> 23 & 255;
-    const uint32_t clamped  = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
-    return __uint_as_float(clamped << 23);
+    return exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
 }
 
 // A warp reads its entries, scales and rounds them.
@@ -76,8 +75,9 @@ __device__ void stage_values(l1_memory<D> & s, const l1_args & p, int64_t entry0
                 top = fmaxf(top, fabsf(x[i][k]));
             }
         }
-        const float factor  = power_of_two_below(max_over_lanes(top, 32));
-        const float inverse = 1.0f / factor;
+        // by bits: this is exact under all of the compiler's options for division
+        const uint32_t exponent = exponent_of(max_over_lanes(top, 32));
+        const float    inverse  = __uint_as_float((254 - exponent) << 23);
         for (int i = 0; i < STEPS; ++i) {
             const int column = i * 128 + lane * 4;
             for (int k = 0; k < 4 && column < D; ++k) {
@@ -85,7 +85,7 @@ __device__ void stage_values(l1_memory<D> & s, const l1_args & p, int64_t entry0
             }
         }
         if (lane == 0) {
-            s.factor[e] = factor;
+            s.factor[e] = __uint_as_float(exponent << 23);
         }
     }
 }

@@ -2,7 +2,7 @@
 // against their CPU twins; and the twins against the formulas in double.
 //
 // Tolerances are relative, of single numbers. Kernels and twins round alike but add in other orders; a logit of size 8 has
-// an error of a few 2^-24 * 8, which exp makes a relative one: 1e-5 is some ten times what is seen.
+// an error of a few 2^-24 * 8, which exp makes a relative one: 1e-5 is five times what is seen.
 
 #include "criticalkv-attention.cuh"
 #include "criticalkv-compaction.cuh"
