@@ -77,7 +77,7 @@ inline int64_t attention_workspace(const attention_args & p) {
 }
 
 // Block (stretch of keys, KV head, 64 of its rows).
-template <row_type T> __global__ void __launch_bounds__(TILE_THREADS) attention_parts(attention_args p) {
+template <row_type T> __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) attention_parts(attention_args p) {
     CRITICALKV_SHARED(tile_memory, s);
     const int           ty      = threadIdx.x / 16;
     const int           tx      = threadIdx.x % 16;
@@ -176,7 +176,8 @@ __device__ inline float aggregate_rows(const attention_args & p, const attention
 }
 
 // Block (TILE - pool + 1 entries, KV head): these and pool / 2 more on each side.
-template <row_type T> __global__ void __launch_bounds__(TILE_THREADS) attention_scores_of(attention_args p) {
+template <row_type T>
+__global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) attention_scores_of(attention_args p) {
     CRITICALKV_SHARED(attention_memory, s);
     const int     ty      = threadIdx.x / 16;
     const int     tx      = threadIdx.x % 16;

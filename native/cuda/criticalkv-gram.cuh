@@ -10,7 +10,7 @@
 namespace criticalkv {
 
 // Block (64 entries, KV head). Rows of A: values, rows of B: 64 rows of a Gram matrix at a time.
-template <row_type T> __global__ void __launch_bounds__(TILE_THREADS) gram_kernel(gram_args p) {
+template <row_type T> __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS) gram_kernel(gram_args p) {
     CRITICALKV_SHARED(tile_memory, s);
     const int             ty      = threadIdx.x / 16;
     const int             tx      = threadIdx.x % 16;

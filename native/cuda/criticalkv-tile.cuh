@@ -11,6 +11,8 @@ namespace criticalkv {
 constexpr int TILE         = 64;
 constexpr int TILE_COLUMNS = 32;
 constexpr int TILE_THREADS = 256;
+constexpr int TILE_BLOCKS =
+    2;  // per multiprocessor at least: up to 128 registers, where ptxas would stop at 64 and spill
 
 struct alignas(16) tile_memory {
     float a[TILE_COLUMNS][TILE];

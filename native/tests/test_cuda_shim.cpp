@@ -38,6 +38,11 @@ static void test_divergence() {
             __syncthreads();
         }
     }), "two barriers passed for one");
+    require(diverges([] {
+        for (int i = 0; i < (threadIdx.x == 0 ? 1 : 2); ++i) {
+            __syncthreads();
+        }
+    }), "a thread that ended after the same barrier was not missed");
     require(!diverges([] { __syncwarp(); __syncthreads(); __syncthreads(); }), "good barriers were refused");
 }
 // clang-format on

@@ -134,7 +134,7 @@ class machine {
     }
 
   private:
-    static constexpr size_t STACK = 256 * 1024;
+    static constexpr size_t STACK = 64 * 1024;  // the address sanitizer clears its map of it at every switch
 
     struct thread {
         ucontext_t   context;
