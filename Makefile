@@ -88,13 +88,14 @@ test-native: install
 	$(call run_native_tests,build/cp3*,)
 
 # "python -m pytest" would put this folder, with the uninstalled pycriticalkv, first on the import path.
+# The newest build has the mock CUDA device of its C++ tests.
 test: install test-native
-	$(VENV)/bin/pytest $(PYTEST_ARGS)
+	PYCRITICALKV_NATIVE_TESTS="$$(ls -td build/cp3*/native-tests | head -n 1)" $(VENV)/bin/pytest $(PYTEST_ARGS)
 
 # --capture=sys: a sanitizer writes its report and ends the process, and pytest could not show what it had captured.
 test-asan: $(ASAN_VENV)/.installed
 	$(call run_native_tests,build/asan,$(SAN_OPTIONS))
-	LD_PRELOAD="$(RUNTIMES)" $(SAN_OPTIONS) PYTHONMALLOC=malloc \
+	LD_PRELOAD="$(RUNTIMES)" $(SAN_OPTIONS) PYTHONMALLOC=malloc PYCRITICALKV_NATIVE_TESTS=build/asan/native-tests \
 	    $(ASAN_VENV)/bin/pytest --capture=sys $(PYTEST_ARGS)
 
 # Registers, spills and shared memory of our CUDA kernels. Needs nvcc and no GPU; status 77 means there is no nvcc.

@@ -171,6 +171,21 @@ CRITICALKV_API int criticalkv_prefill_cancel(struct llama_context * ctx);
  * entries may be gone that no token from the next on sees. */
 CRITICALKV_API int criticalkv_peek(struct llama_context * ctx, const int32_t * tokens, int32_t n, int32_t pos);
 
+/* Where the graphs of evictions and scorings ran: totals. */
+struct criticalkv_placement {
+    int64_t n_graphs;
+    int64_t n_nodes;      /* that compute something; views do not */
+    int64_t n_nodes_cpu;  /* of these, on the CPU */
+    int64_t n_inputs;     /* tensors of the host that were copied to a device: the inputs of graphs */
+    int64_t bytes_inputs; /* of these */
+    int64_t n_copies;     /* all other tensors that were copied between devices for a graph */
+    char    first[64];    /* the first node on the CPU, "" if none: op, type and type of its first operand */
+};
+
+/* For tests: from now on the graphs of this thread's evictions and scorings are added to *placement, until NULL is given.
+ * With all layers on a device, n_nodes_cpu and n_copies are to stay 0. */
+CRITICALKV_API int criticalkv_watch_placement(struct criticalkv_placement * placement);
+
 /* For tests: the k-th allocation of rows or hidden states on this thread from now on fails; 0: none does. */
 CRITICALKV_API int criticalkv_fail_allocation(int32_t k);
 

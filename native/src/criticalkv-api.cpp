@@ -2,6 +2,7 @@
 
 #include "criticalkv-error.h"
 #include "criticalkv-params.h"
+#include "criticalkv-placement.h"
 #include "criticalkv-selection.h"
 #include "criticalkv-store.h"
 #include "llama-context.h"
@@ -101,6 +102,10 @@ int criticalkv_prefill(llama_context * ctx, const int32_t * tokens, int32_t n, i
 
 int criticalkv_fail_allocation(int32_t k) {
     return guarded([&] { criticalkv::fail_allocation(k); });
+}
+
+int criticalkv_watch_placement(criticalkv_placement * placement) {
+    return guarded([&] { criticalkv::watch_placement(placement); });
 }
 
 int criticalkv_prefill_cancel(llama_context * ctx) {

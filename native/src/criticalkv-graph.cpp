@@ -1,6 +1,7 @@
 #include "criticalkv-graph.h"
 
 #include "criticalkv-error.h"
+#include "criticalkv-placement.h"
 
 namespace criticalkv {
 
@@ -38,9 +39,11 @@ void graph::output(ggml_tensor * t) {
 void graph::compute(llama_context & lctx) {
     ggml_backend_sched_t sched = lctx.get_sched();
     ggml_backend_sched_reset(sched);
+    const placement_record placement(cgraph);
     if (!ggml_backend_sched_alloc_graph(sched, cgraph)) {
         throw error(CRITICALKV_ERR_MEMORY, "no memory for the compute buffer of an eviction");
     }
+    placement.add(sched);
     for (const graph_input & in : inputs) {
         if (in.tensor->buffer != nullptr) {
             ggml_backend_tensor_set(in.tensor, in.data, 0, ggml_nbytes(in.tensor));

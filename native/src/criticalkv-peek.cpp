@@ -2,6 +2,7 @@
 // only their queries are kept. Evictions while a prompt streams in are scored with them.
 
 #include "criticalkv-error.h"
+#include "criticalkv-memory.h"
 #include "criticalkv-slots.h"
 #include "criticalkv-store.h"
 #include "llama-batch.h"
@@ -14,55 +15,51 @@
 
 namespace criticalkv {
 
-std::vector<std::vector<float>> store::read_rings() const {
-    std::vector<std::vector<float>> rings;
+static std::vector<query_ring> allocate_rings(const std::vector<layer> & layers) {
+    std::vector<query_ring> rings;
     for (const layer & l : layers) {
-        rings.emplace_back(ggml_nelements(l.queries));
-        ggml_backend_tensor_get(l.queries, rings.back().data(), 0, ggml_nbytes(l.queries));
+        ggml_init_params init = {};
+        init.mem_size         = ggml_tensor_overhead();
+        init.no_alloc         = true;
+        query_ring & ring     = rings.emplace_back();
+        ring.ctx.reset(ggml_init(init));
+        ring.queries = ggml_new_tensor_2d(ring.ctx.get(), GGML_TYPE_F32, l.queries->ne[0], l.queries->ne[1]);
+        ring.buf     = allocate_tensors(ring.ctx.get(), l.buft);
+        if (!ring.buf) {
+            throw error(CRITICALKV_ERR_MEMORY, "no memory for the queries of a look ahead");
+        }
     }
     return rings;
 }
 
-void store::write_rings(const std::vector<std::vector<float>> & rings) {
+// Graphs that are built from now on save their queries to the other rings.
+void store::swap_rings(std::vector<query_ring> & rings) {
     for (size_t i = 0; i < layers.size(); ++i) {
-        ggml_backend_tensor_set(layers[i].queries, rings[i].data(), 0, ggml_nbytes(layers[i].queries));
+        std::swap(layers[i].queries, rings[i].queries);
     }
 }
 
-static observers queries_of(const std::vector<std::vector<float>> & rings, const std::vector<layer> & layers,
-                            int32_t ring, int32_t first, int32_t n) {
-    observers seen;
-    for (int32_t i = 0; i < n; ++i) {
-        seen.pos.push_back(first + i);
-    }
-    for (size_t i = 0; i < layers.size(); ++i) {
-        const int64_t      width = layers[i].queries->ne[0];
-        std::vector<float> rows;
-        for (const int32_t pos : seen.pos) {
-            const auto row = rings[i].begin() + (pos % ring) * width;
-            rows.insert(rows.end(), row, row + width);
-        }
-        seen.queries.push_back(std::move(rows));
-    }
-    return seen;
-}
-
-// The tokens take free slots for a moment; those, recurrent states and the ring of queries are as before in the end.
+// The tokens take free slots for a moment; those, recurrent states and the rings of queries are as before in the end.
 // In a sliding window they may take slots of entries that no later token sees; those are gone.
 void store::run_peek(llama_context & lctx, const request & what) {
     const int32_t  n       = (int32_t) what.tokens.size();
     const auto     batches = make_batches(lctx, what.tokens.data(), n, what.first);
     slots_snapshot slots   = take_snapshot();
     const auto     states  = read_states();
-    const auto     rings   = read_rings();
     const auto     before  = query_pos;
+    observers      seen;
+    seen.rings = allocate_rings(layers);
+    for (int32_t i = 0; i < n; ++i) {
+        seen.pos.push_back(what.first + i);
+    }
     const auto     restore = [&] {
         forget_overwritten(slots, what.first);
         rewind(slots);
         write_states(states);
-        write_rings(rings);
+        swap_rings(seen.rings);
         query_pos = before;
     };
+    swap_rings(seen.rings);
     try {
         place_states(what.first - 1);
         llm_graph_result   res(lctx.graph_max_nodes(std::min(lctx.get_cparams().n_ctx, lctx.get_cparams().n_ubatch)));
@@ -80,12 +77,12 @@ void store::run_peek(llama_context & lctx, const request & what) {
                 run_ubatch(lctx, res, *mctx);
             } while (mctx->next());
         }
-        seen_by = queries_of(read_rings(), layers, ring(), what.first, n);
     } catch (...) {
         restore();
         throw;
     }
     restore();
+    seen_by = std::move(seen);
 }
 
 void store::peek(llama_context & lctx, const int32_t * tokens, int32_t n, int32_t pos) {

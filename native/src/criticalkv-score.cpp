@@ -30,6 +30,7 @@ struct head_block {
 
 // What the graphs of one layer share.
 struct observation {
+    ggml_tensor *        queries;   // [n_embd_k * n_head, ring]
     int64_t              n;         // entries
     int64_t              n_before;  // of these, before the window
     int64_t              m;         // window queries that are known
@@ -70,7 +71,7 @@ static ggml_tensor * observed_attention(graph & gr, const layer & l, const obser
     ggml_tensor *  rows  = gr.input(GGML_TYPE_I32, o.m, 1, o.rows.data());
     ggml_tensor *  mask  = gr.input(GGML_TYPE_F32, o.n, o.m, o.mask.data());
 
-    ggml_tensor * q = ggml_get_rows(ctx, l.queries, rows);  // [d * n_head, m]
+    ggml_tensor * q = ggml_get_rows(ctx, o.queries, rows);  // [d * n_head, m]
     q               = ggml_view_3d(ctx, q, d, o.m, count, q->nb[1], d * sizeof(float), b.first * d * sizeof(float));
     q               = ggml_reshape_3d(ctx, ggml_cont(ctx, q), d, o.m * b.group, b.heads);
 
@@ -164,31 +165,11 @@ std::vector<lora_part> store::loras_of(const llama_context & lctx, const layer &
     return parts;
 }
 
-// Lends the first rows of a layer's ring to the queries of a peek.
-class borrowed_ring {
-  public:
-    borrowed_ring(ggml_tensor * ring, const std::vector<float> & queries) :
-        ring(ring), bytes(queries.size() * sizeof(float)), before(queries.size()) {
-        ggml_backend_tensor_get(ring, before.data(), 0, bytes);
-        ggml_backend_tensor_set(ring, queries.data(), 0, bytes);
-    }
-
-    ~borrowed_ring() { ggml_backend_tensor_set(ring, before.data(), 0, bytes); }
-
-  private:
-    ggml_tensor *      ring;
-    size_t             bytes;
-    std::vector<float> before;
-};
-
 layer_scores store::compute_scores(llama_context & lctx, layer & l) {
-    const bool                     peeked = !seen_by.pos.empty();
-    std::unique_ptr<borrowed_ring> borrowed;
-    if (peeked) {
-        borrowed = std::make_unique<borrowed_ring>(l.queries, seen_by.queries[&l - layers.data()]);
-    }
+    const bool                 peeked  = !seen_by.pos.empty();
     const std::vector<int32_t> queries = peeked ? seen_by.pos : window_queries();
     observation                o       = {};
+    o.queries                          = peeked ? seen_by.rings[&l - layers.data()].queries : l.queries;
     o.n                                = n_entries();
     o.n_before                         = o.n - params.window;
     o.m                                = (int64_t) queries.size();
@@ -201,7 +182,7 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
     }
     o.mask.assign(o.n * o.m, 0.0f);
     for (int64_t t = 0; t < o.m; ++t) {
-        o.rows.push_back(peeked ? (int32_t) t : queries[t] % ring());
+        o.rows.push_back(queries[t] % ring());
         for (int64_t i = 0; i < o.n; ++i) {
             o.mask[t * o.n + i] = cells().pos_get((uint32_t) i) <= queries[t] ? 0.0f : -INFINITY;
         }

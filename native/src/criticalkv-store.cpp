@@ -212,6 +212,9 @@ criticalkv_stats store::stats() const {
     for (const auto & [ctx, buf] : buffers) {
         s.bytes_store += (int64_t) ggml_backend_buffer_get_size(buf.get());
     }
+    for (const query_ring & r : seen_by.rings) {
+        s.bytes_store += (int64_t) ggml_backend_buffer_get_size(r.buf.get());
+    }
     return s;
 }
 

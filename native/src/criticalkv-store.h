@@ -98,10 +98,17 @@ struct layer_scores {
 
 struct slots_snapshot;
 
+// A ring of queries like that of a layer, where its cache is.
+struct query_ring {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buf;
+    ggml_tensor *           queries = nullptr;
+};
+
 // Queries that score in place of the window's: a peek at the question. (criticalkv-peek.cpp)
 struct observers {
-    std::vector<int32_t>            pos;      // [m] ascending, none of them in the cache
-    std::vector<std::vector<float>> queries;  // [layer][m * n_embd_k * n_head]
+    std::vector<int32_t>    pos;    // [m] ascending, none of them in the cache
+    std::vector<query_ring> rings;  // [layer]
 };
 
 // The tokens in batches as llama_decode takes them, so that they are split into the same ubatches.
@@ -296,8 +303,7 @@ class store {
     void                                    place_states(int32_t pos);
     std::vector<std::vector<uint8_t>>       read_states() const;
     void                                    write_states(const std::vector<std::vector<uint8_t>> & states);
-    std::vector<std::vector<float>>         read_rings() const;
-    void                                    write_rings(const std::vector<std::vector<float>> & rings);
+    void                                    swap_rings(std::vector<query_ring> & rings);
     void                                    run_peek(llama_context & lctx, const request & what);
     std::unordered_set<const ggml_tensor *> memory_tensors() const;
     ggml_context_ptr                        make_hidden(int64_t n) const;

@@ -1,0 +1,178 @@
+"""Layers on a GPU: every node of our graphs runs there, and only inputs and scores travel.
+
+Proven without a GPU: the mock device accepts what ggml's own CUDA backend accepts, keeps its memory out of the host's
+reach and computes with the CPU's code, so the answers are those of the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import mock_cuda
+import pytest
+from expected import AGGREGATES, NORMS, QUANTIZED, TYPES
+from test_families import FAMILIES
+from tiny import write_tiny_lora
+
+KINDS = {**TYPES, **QUANTIZED}
+POLICIES = [{"norm": norm, "aggregate": aggregate} for norm in NORMS for aggregate in AGGREGATES]
+CAPABILITIES = (750, 860, 890, 900, 1200)
+N, BUDGET = 300, 64
+
+
+@pytest.fixture(scope="module")
+def library():
+    found = mock_cuda.find_library()
+    if found is None:
+        why = "the mock device is not there: it is built with the C++ tests (make test)"
+        if mock_cuda.FOLDER in os.environ:
+            pytest.fail(why)
+        pytest.skip(why)
+    return found
+
+
+@pytest.fixture
+def job(make_tiny, tokens):
+    """A job for mock_cuda.answer: a model of a family, all of it on the device."""
+
+    def make(arch="llama", kind="f16", policy=POLICIES[0], shape=None, n=N, **more):
+        shape = {"n_layer": 4, "n_head": 4, "head_dim": 64, "wo_type": "F32", "weight_type": "F32", **(shape or {})}
+        model = {"n_ctx": 1024, "kv_budget": BUDGET, "type_k": KINDS[kind], "type_v": KINDS[kind], "n_gpu_layers": -1}
+        path = make_tiny(arch=arch, **shape)
+        more = {"evict": BUDGET} if not more else more
+        return {"path": path, "policy": policy, "prompt": tokens(n), **more, "model": {**model, **more.get("model", {})}}
+
+    return make
+
+
+def on_device(placement):
+    """The total of a placement; nothing of it may be on the CPU or have moved, but for inputs."""
+    assert placement["n_graphs"] > 0 < placement["n_nodes"]
+    assert (placement["n_nodes_cpu"], placement["n_copies"]) == (0, 0), placement["first"]
+
+
+def name(kind, policy):
+    return f"{kind}/{policy['norm']}/{policy['aggregate']}"
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_an_eviction_stays_on_the_device(library, job, arch, capsys):
+    jobs = {(kind, i): job(arch, kind, policy) for kind in KINDS for i, policy in enumerate(POLICIES)}
+    got = dict(zip(jobs, mock_cuda.answers(library, list(jobs.values())), strict=True))
+    rows = {kind: [0, 0, 0] for kind in KINDS}
+    for (kind, i), answer in got.items():
+        placement, traffic = answer["placement"], answer["traffic"]
+        for at, count in enumerate(("n_nodes", "n_nodes_cpu", "n_copies")):
+            rows[kind][at] += placement[count]
+        # what the device computed and what crossed the bus, as it counted by itself
+        assert traffic["n_nodes"] == placement["n_nodes"] - placement["n_nodes_cpu"]
+        assert traffic["bytes_up"] == placement["bytes_inputs"], name(kind, POLICIES[i])
+        assert traffic["bytes_down"] == answer["scored"], name(kind, POLICIES[i])
+    with capsys.disabled():
+        print(f"\n{arch:14}", *(f"{kind} {nodes - cpu}/{cpu + copies}" for kind, (nodes, cpu, copies) in rows.items()))
+    for answer in got.values():
+        on_device(answer["placement"])
+    for key, each in jobs.items():
+        assert got[key]["kept"] == mock_cuda.answer(each)["kept"], name(key[0], POLICIES[key[1]])
+
+
+MODES = [
+    {"model": {"prefill": "full"}},
+    {"model": {"prefill": "exact"}},
+    {"model": {"prefill": "stream"}, "stream": {"observe": "re-peek", "tokens": 24, "chunk": 64}},
+    {"model": {"prefill": "stream"}, "stream": {"observe": "peek", "tokens": 24, "chunk": 64}},
+    {"model": {"prefill": "stream"}, "stream": {"observe": "window", "chunk": 64}},
+]
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_prompts_and_answers(library, job, arch):
+    """In every mode of prefill, with evictions while the answer is generated."""
+    jobs = []
+    for i, mode in enumerate(MODES):
+        for kind in ("f16", list(KINDS)[(i + list(FAMILIES).index(arch)) % len(KINDS)]):
+            model = {"n_ubatch": 128, "n_ctx": 2048, **mode["model"]}
+            jobs.append(job(arch, kind, POLICIES[i], n=500, **{**mode, "model": model}))
+            jobs[-1]["n"] = 80
+    for each, got in zip(jobs, mock_cuda.answers(library, jobs), strict=True):
+        on_device(got["placement"])
+        want = mock_cuda.answer(each)
+        for same in ("mode", "evictions", "kept", "text"):
+            assert got[same] == want[same], (each["model"], same)
+        assert got["mode"] == each["model"]["prefill"]
+        assert got["evictions"] > 1
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_generation_of_devices(library, job, capability):
+    for answer in mock_cuda.answers(library, [job(arch, "q8_0") for arch in FAMILIES], capability):
+        on_device(answer["placement"])
+
+
+@pytest.mark.parametrize("wo_type", ["F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "Q4_K", "Q6_K"])
+def test_types_of_the_output_projection(library, job, wo_type):
+    jobs = [job(policy=policy, shape={"wo_type": wo_type}) for policy in POLICIES[::2]]
+    for answer in mock_cuda.answers(library, jobs):
+        on_device(answer["placement"])
+
+
+def test_adapters(library, job, tmp_path):
+    path = tmp_path / "lora.gguf"
+    each = job()
+    write_tiny_lora(path, each["path"], rank=4)
+    each["model"]["lora_path"] = str(path)
+    (got,) = mock_cuda.answers(library, [each])
+    on_device(got["placement"])
+    assert got["kept"] == mock_cuda.answer(each)["kept"]
+
+
+@pytest.mark.parametrize("n_head_kv", [1, 4])
+def test_a_window_too_large_for_one_graph(library, job, n_head_kv):
+    for policy in ({"window": 256}, {"window": 256, "aggregate": "mean"}, {"pool": 1}, {"pool": 63}, {"value": "none"}):
+        each = job(policy=policy, shape={"n_head_kv": n_head_kv}, n=700, evict=400)
+        (got,) = mock_cuda.answers(library, [each])
+        on_device(got["placement"])
+        assert got["kept"] == mock_cuda.answer(each)["kept"]
+
+
+def test_layers_left_on_the_host_are_seen(library, job):
+    """So the counts can be other than 0."""
+    (got,) = mock_cuda.answers(library, [job(evict=BUDGET, model={"n_gpu_layers": 3})])
+    placement = got["placement"]
+    assert 0 < placement["n_nodes_cpu"] < placement["n_nodes"]
+    assert placement["first"]
+
+
+def test_queries_are_saved_on_the_device(library, job):
+    (got,) = mock_cuda.answers(library, [job()])
+    assert got["set_rows"] == 3 * got["layers"]  # a token's K, V and query
+
+
+TOUCH = """
+import ctypes, sys
+import pycriticalkv
+import mock_cuda
+from pycriticalkv._library import LIBRARY_FOLDER
+
+mock_cuda.Mock(sys.argv[1])
+ggml = ctypes.CDLL(str(LIBRARY_FOLDER / "libggml.so"))
+pointer = ctypes.c_void_p
+for name, *arguments in (("dev_by_name", ctypes.c_char_p), ("dev_buffer_type", pointer), ("buffer_get_base", pointer),
+                         ("buft_alloc_buffer", pointer, ctypes.c_size_t), ("buffer_is_host", pointer)):
+    function = getattr(ggml, "ggml_backend_" + name)
+    function.argtypes, function.restype = arguments, pointer
+buft = ggml.ggml_backend_dev_buffer_type(ggml.ggml_backend_dev_by_name(b"MockCUDA0"))
+base = ggml.ggml_backend_buffer_get_base(ggml.ggml_backend_buft_alloc_buffer(buft, 64))
+print("allocated", flush=True)
+ctypes.string_at(base, 1)
+print("read", flush=True)
+"""
+
+
+def test_the_host_cannot_read_device_memory(library):
+    """So that code which takes a device address for a host address ends the process."""
+    done = subprocess.run([sys.executable, "-c", TOUCH, str(library)], capture_output=True, text=True,
+                          cwd=mock_cuda.ROOT / "tests", timeout=60, check=False)  # fmt: skip
+    assert done.stdout.split()[-1] == "allocated" and done.returncode != 0
