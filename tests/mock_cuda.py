@@ -89,9 +89,9 @@ def placement_of(placement: Any) -> Answer:
 def answer(job: Answer, mock: Mock | None = None) -> Answer:
     """Load a model, do what the job says, and report what was kept, the text, and where the graphs ran.
 
-    job: "path", "model" (arguments of Llama), "policy" (of KVPolicy), "stream" (of Stream, optional), "prompt" (tokens),
-    and "n" (greedy tokens after it) or "evict" (evaluate it plainly, then evict to so many entries; only that is
-    watched).
+    job: "path", "model" (arguments of Llama), "policy" (of KVPolicy), "stream" (of Stream, optional), "prompt"
+    (tokens), and "n" (greedy tokens after it) or "evict" (evaluate it plainly, then evict to so many entries; only that
+    is watched).
     """
     from helpers import greedy, kept, prefill_only  # noqa: PLC0415
 

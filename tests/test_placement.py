@@ -41,8 +41,9 @@ def job(make_tiny, tokens):
         shape = {"n_layer": 4, "n_head": 4, "head_dim": 64, "wo_type": "F32", "weight_type": "F32", **(shape or {})}
         model = {"n_ctx": 1024, "kv_budget": BUDGET, "type_k": KINDS[kind], "type_v": KINDS[kind], "n_gpu_layers": -1}
         path = make_tiny(arch=arch, **shape)
-        more = {"evict": BUDGET} if not more else more
-        return {"path": path, "policy": policy, "prompt": tokens(n), **more, "model": {**model, **more.get("model", {})}}
+        more = more or {"evict": BUDGET}
+        more["model"] = {**model, **more.get("model", {})}
+        return {"path": path, "policy": policy, "prompt": tokens(n), **more}
 
     return make
 
@@ -58,20 +59,20 @@ def name(kind, policy):
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_an_eviction_stays_on_the_device(library, job, arch, capsys):
+def test_an_eviction_stays_on_the_device(library, job, arch):
+    """pytest -s: the family's row of the table: nodes on the device / on the CPU / tensors copied, by cache type."""
     jobs = {(kind, i): job(arch, kind, policy) for kind in KINDS for i, policy in enumerate(POLICIES)}
     got = dict(zip(jobs, mock_cuda.answers(library, list(jobs.values())), strict=True))
-    rows = {kind: [0, 0, 0] for kind in KINDS}
+    row = {kind: [0, 0, 0] for kind in KINDS}
     for (kind, i), answer in got.items():
         placement, traffic = answer["placement"], answer["traffic"]
         for at, count in enumerate(("n_nodes", "n_nodes_cpu", "n_copies")):
-            rows[kind][at] += placement[count]
+            row[kind][at] += placement[count]
         # what the device computed and what crossed the bus, as it counted by itself
         assert traffic["n_nodes"] == placement["n_nodes"] - placement["n_nodes_cpu"]
         assert traffic["bytes_up"] == placement["bytes_inputs"], name(kind, POLICIES[i])
         assert traffic["bytes_down"] == answer["scored"], name(kind, POLICIES[i])
-    with capsys.disabled():
-        print(f"\n{arch:14}", *(f"{kind} {nodes - cpu}/{cpu + copies}" for kind, (nodes, cpu, copies) in rows.items()))
+    print(f"\n{arch:14}", *(f"{kind} {nodes - cpu}/{cpu}/{copies} " for kind, (nodes, cpu, copies) in row.items()))
     for answer in got.values():
         on_device(answer["placement"])
     for key, each in jobs.items():
@@ -129,10 +130,11 @@ def test_adapters(library, job, tmp_path):
 
 
 @pytest.mark.parametrize("n_head_kv", [1, 4])
-def test_a_window_too_large_for_one_graph(library, job, n_head_kv):
-    for policy in ({"window": 256}, {"window": 256, "aggregate": "mean"}, {"pool": 1}, {"pool": 63}, {"value": "none"}):
-        each = job(policy=policy, shape={"n_head_kv": n_head_kv}, n=700, evict=400)
-        (got,) = mock_cuda.answers(library, [each])
+def test_window_and_pool(library, job, n_head_kv):
+    policies = ({"window": 256}, {"window": 256, "aggregate": "mean"}, {"pool": 1}, {"pool": 63}, {"value": "none"})
+    shape, model = {"n_head_kv": n_head_kv}, {"kv_budget": 400}
+    jobs = [job(policy=policy, shape=shape, n=700, evict=400, model=model) for policy in policies]
+    for each, got in zip(jobs, mock_cuda.answers(library, jobs), strict=True):
         on_device(got["placement"])
         assert got["kept"] == mock_cuda.answer(each)["kept"]
 

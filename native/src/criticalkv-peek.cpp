@@ -52,7 +52,7 @@ void store::run_peek(llama_context & lctx, const request & what) {
     for (int32_t i = 0; i < n; ++i) {
         seen.pos.push_back(what.first + i);
     }
-    const auto     restore = [&] {
+    const auto restore = [&] {
         forget_overwritten(slots, what.first);
         rewind(slots);
         write_states(states);

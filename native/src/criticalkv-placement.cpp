@@ -48,8 +48,8 @@ static void add_node(ggml_backend_sched_t sched, ggml_tensor * node) {
     }
     if (watched->n_nodes_cpu++ == 0) {
         const ggml_tensor * operand = node->src[0] == nullptr ? node : node->src[0];
-        std::snprintf(watched->first, sizeof(watched->first), "%s %s %s", ggml_op_desc(node), ggml_type_name(node->type),
-                      ggml_type_name(operand->type));
+        std::snprintf(watched->first, sizeof(watched->first), "%s %s %s", ggml_op_desc(node),
+                      ggml_type_name(node->type), ggml_type_name(operand->type));
     }
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 CUDA = Path("ggml/src/ggml-cuda")
-OP_RULES = "static bool ggml_backend_cuda_device_supports_op("
+CONSTEXPR = "static constexpr __host__ __device__"
 
 
 class ExtractError(Exception):
@@ -73,13 +73,13 @@ PIECES: list[tuple[str, Callable[[str, str], str], str]] = [
     ("fwht.cu", block, "bool ggml_cuda_op_mul_mat_use_fwht("),
     ("lightning-indexer.cu", block, "bool ggml_cuda_lightning_indexer_supported("),
     ("fattn-common.cuh", defines, "#define FATTN_KQ_STRIDE "),
-    ("fattn-mma-f16.cuh", block, "static constexpr __host__ __device__ bool ggml_cuda_flash_attn_ext_mma_f16_may_use_sparse("),
+    ("fattn-mma-f16.cuh", block, f"{CONSTEXPR} bool ggml_cuda_flash_attn_ext_mma_f16_may_use_sparse("),
     ("fattn.cu", block, "bool ggml_cuda_flash_attn_ext_mma_f16_shall_use_sparse("),
     ("fattn.cu", block, "enum best_fattn_kernel "),
     ("fattn.cu", block, "static bool ggml_cuda_fattn_kv_type_supported("),
     ("fattn.cu", block, "static best_fattn_kernel ggml_cuda_get_best_fattn_kernel("),
     ("fattn.cu", block, "bool ggml_cuda_flash_attn_ext_supported("),
-    ("ggml-cuda.cu", block, OP_RULES),
+    ("ggml-cuda.cu", block, "static bool ggml_backend_cuda_device_supports_op("),
     ("ggml-cuda.cu", block, "static bool ggml_backend_cuda_device_supports_buft("),
     ("ggml-cuda.cu", block, "static int64_t get_op_batch_size("),
     ("ggml-cuda.cu", block, "static bool ggml_backend_cuda_device_offload_op("),

@@ -8,11 +8,11 @@
 #include <map>
 #include <string>
 
-static mock_cuda_traffic             traffic;
-static std::map<ggml_op, int64_t>    nodes_by_op;
-static constexpr size_t              ALIGNMENT     = 128;                // of CUDA's buffer type
-static constexpr size_t              DEVICE_MEMORY = (size_t) 8 << 30;  // what the device claims to have
-static constexpr const char * const  NAME          = "MockCUDA0";
+static mock_cuda_traffic                     traffic;
+static std::map<ggml_op, int64_t>            nodes_by_op;
+static constexpr size_t                      ALIGNMENT      = 128;               // of CUDA's buffer type
+static constexpr size_t                      DEVICE_MEMORY  = (size_t) 8 << 30;  // what the device claims to have
+static constexpr const char * const          NAME           = "MockCUDA0";
 static ggml_backend_cuda_device_context      device_context = { 0, 32 };
 static ggml_backend_cuda_buffer_type_context buft_context   = { 0 };
 
@@ -256,10 +256,9 @@ static void * reg_proc_address(ggml_backend_reg_t, const char * name) {
 }
 
 static ggml_backend_reg_t the_reg() {
-    static ggml_backend_reg reg = {
-        GGML_BACKEND_API_VERSION, { reg_name, reg_device_count, reg_device, reg_proc_address },
-         nullptr
-    };
+    static ggml_backend_reg reg = { GGML_BACKEND_API_VERSION,
+                                    { reg_name, reg_device_count, reg_device, reg_proc_address },
+                                    nullptr };
     return &reg;
 }
 
