@@ -91,7 +91,7 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
 
     job: "path", "model" (arguments of Llama), "policy" (of KVPolicy), "stream" (of Stream, optional), "prompt"
     (tokens), and "n" (greedy tokens after it) or "evict" (evaluate it plainly, then evict to so many entries; only that
-    is watched).
+    is watched), "scores" (true: report them, before the eviction).
     """
     from helpers import greedy, kept, prefill_only  # noqa: PLC0415
 
@@ -105,6 +105,7 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
     try:
         if "evict" in job:
             prefill_only(llm, job["prompt"])
+        scores = all_scores(llm) if job.get("scores") else []
         if mock is not None:
             mock.reset()
         with watched() as placement:
@@ -113,9 +114,11 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
             else:
                 text = greedy(llm, job["prompt"], job["n"])
         traffic = None if mock is None else mock.traffic()
+        fused = 0 if mock is None else mock.nodes("CUSTOM")
         stats = llm.kv_stats()
         out = {"text": text, "kept": kept(llm), "evictions": stats.evictions, "mode": stats.prefill}
         out |= {"placement": placement_of(placement), "traffic": traffic, "layers": len(llm._kv_store.layers())}
+        out |= {"scores": scores, "fused": fused}
         out["scored"] = scores_bytes(llm, len(job["prompt"]))
         if mock is not None:
             mock.reset()
@@ -126,15 +129,21 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
     return out
 
 
+def all_scores(llm: Any) -> list[list[float]]:
+    """Attention scores, then norms, of every layer."""
+    window = llm._kv_policy.window
+    return [part.ravel().tolist() for il in llm._kv_store.layers() for part in llm._kv_store.scores(il, window)]
+
+
 def scores_bytes(llm: Any, n: int) -> int:
     """Bytes of the attention scores and norms of n entries, all layers."""
     layers = [llm._kv_store.layer(il) for il in llm._kv_store.layers()]
     return sum(2 * 4 * layer.n_head_kv * (n - llm._kv_policy.window) for layer in layers)
 
 
-def answers(library: Path, jobs: list[Answer], capability: int = 860) -> list[Answer]:
-    """Answers to jobs from a process with the device."""
-    environment = {**os.environ, "MOCK_CUDA_CC": str(capability)}
+def answers(library: Path, jobs: list[Answer], capability: int = 860, *, fused: bool = False) -> list[Answer]:
+    """Answers to jobs from a process with the device, whose kernels for our own ops count with `fused` only."""
+    environment = {**os.environ, "MOCK_CUDA_CC": str(capability), "MOCK_CUDA_FUSED": str(int(fused))}
     done = subprocess.run(
         [sys.executable, __file__, str(library)],
         input=json.dumps(jobs), capture_output=True, text=True, env=environment, timeout=1200, check=False,

@@ -7,7 +7,9 @@
 // which cannot fail either.
 
 #include "criticalkv-error.h"
+#include "criticalkv-fused.h"
 #include "criticalkv-graph.h"
+#include "criticalkv-norms.h"
 #include "criticalkv-store.h"
 #include "llama-kv-cells.h"
 
@@ -68,10 +70,20 @@ kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t 
     for (const std::vector<int32_t> & head : keep) {
         slots.insert(slots.end(), head.begin(), head.end());
     }
-    graph         gr(32);
-    ggml_tensor * in_slots = gr.input(GGML_TYPE_I32, n_keep, l.info.n_head_kv, slots.data());
-    gather(gr, l.rows.k, rows.k, l.info.n_embd_k, n, in_slots);
-    gather(gr, l.rows.v, rows.v, l.info.n_embd_v, n, in_slots);
+    graph            gr(32);
+    ggml_context *   ctx      = gr.ctx();
+    const head_range before   = { 0, l.info.n_head_kv, 0, n };
+    const head_range after    = { 0, l.info.n_head_kv, 0, n_keep };
+    ggml_tensor *    in_slots = gr.input(GGML_TYPE_I32, n_keep, l.info.n_head_kv, slots.data());
+    ggml_tensor *    node     = fused_compaction(
+        ctx, head_view(ctx, l.rows.k, l.info.n_embd_k, before), head_view(ctx, rows.k, l.info.n_embd_k, after),
+        head_view(ctx, l.rows.v, l.info.n_embd_v, before), head_view(ctx, rows.v, l.info.n_embd_v, after), in_slots);
+    if (device_fuses(l.buft, node)) {
+        ggml_build_forward_expand(gr.gf(), node);
+    } else {
+        gather(gr, l.rows.k, rows.k, l.info.n_embd_k, n, in_slots);
+        gather(gr, l.rows.v, rows.v, l.info.n_embd_v, n, in_slots);
+    }
     gr.compute(lctx);
     return rows;
 }

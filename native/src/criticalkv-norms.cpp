@@ -1,6 +1,7 @@
 #include "criticalkv-norms.h"
 
 #include "criticalkv-error.h"
+#include "criticalkv-fused.h"
 #include "criticalkv-graph.h"
 #include "criticalkv-l1-cpu.h"
 
@@ -14,10 +15,13 @@ static constexpr int64_t HEADS_PER_GRAPH = 32;
 static constexpr size_t  MAX_NODES       = 512;
 static constexpr int64_t L1_COLUMNS      = 256;  // entries projected at once without the fused op
 
+ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, const head_range & of) {
+    const size_t row = ggml_row_size(cache->type, d);
+    return ggml_view_3d(ctx, cache, d, of.n, of.heads, cache->nb[1], row, of.first * cache->nb[1] + of.head * row);
+}
+
 ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_range & of) {
-    const size_t  row = ggml_row_size(cache->type, d);
-    ggml_tensor * rows =
-        ggml_view_3d(gr.ctx(), cache, d, of.n, of.heads, cache->nb[1], row, of.first * cache->nb[1] + of.head * row);
+    ggml_tensor * rows = head_view(gr.ctx(), cache, d, of);
     return ggml_is_quantized(cache->type) ? ggml_get_rows(gr.ctx(), rows, gr.ranges(of.n, of.heads)) : rows;
 }
 
@@ -57,14 +61,15 @@ static ggml_tensor * dequantized_wo(graph & gr, const layer & l, std::vector<flo
 
 // W_O for values as the cache holds them: the model's weights, with its adapters, after the inverse of the cache's
 // rotation.
-static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::vector<lora_part> & loras, bool turned) {
+static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::vector<lora_part> & loras, bool turned,
+                             ggml_type type = GGML_TYPE_F32) {
     unpacked_wo u;
     u.turned              = turned;
     ggml_init_params init = {};
     init.mem_size         = ggml_tensor_overhead();
     init.no_alloc         = true;
     u.ctx.reset(ggml_init(init));
-    u.w   = ggml_new_tensor_2d(u.ctx.get(), GGML_TYPE_F32, l.wo->ne[turned ? 1 : 0], l.wo->ne[turned ? 0 : 1]);
+    u.w   = ggml_new_tensor_2d(u.ctx.get(), type, l.wo->ne[turned ? 1 : 0], l.wo->ne[turned ? 0 : 1]);
     u.buf = allocate_tensors(u.ctx.get(), l.buft);
     if (!u.buf) {
         throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(ggml_nbytes(u.w)) + " bytes of W_O");
@@ -121,11 +126,21 @@ static void compute_gram(llama_context & lctx, const layer & l, const unpacked_w
     }
 }
 
+// Whether the layer's device has a kernel for the L1 norm.
+static bool fuses_l1(const layer & l) {
+    graph         gr(8);
+    ggml_tensor * w = ggml_new_tensor_2d(gr.ctx(), GGML_TYPE_F16, l.wo->ne[1], l.wo->ne[0]);
+    ggml_tensor * v = head_view(gr.ctx(), l.rows.v, l.info.n_embd_v, { 0, l.info.n_head_kv, 0, 1 });
+    return device_fuses(l.buft, fused_l1(gr.ctx(), v, w));
+}
+
 unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l,
                           const std::vector<lora_part> & loras) {
     if (params.norm == CRITICALKV_NORM_L1) {
-        // the fused op reads W_O turned, and the cache from the host
-        return unpack_wo(lctx, l, loras, ggml_backend_buft_is_host(l.buft));
+        // the fused ops read W_O turned, the one of the CPU reads the cache from the host
+        const bool fused = fuses_l1(l);
+        return unpack_wo(lctx, l, loras, fused || ggml_backend_buft_is_host(l.buft),
+                         fused ? GGML_TYPE_F16 : GGML_TYPE_F32);
     }
     // with adapters it is made anew each time: which ones are loaded may have changed, also behind the same addresses
     if (!l.has_gram || l.gram_wo != l.wo || !loras.empty()) {
@@ -219,9 +234,27 @@ static void norms_l1_standard(llama_context & lctx, const layer & l, const unpac
     }
 }
 
+// Norms of all KV heads by one node, if the layer's device has a kernel for it: by W_O (L1) or, without, by Gram matrices.
+static bool norms_by_kernel(llama_context & lctx, const layer & l, ggml_tensor * wo, int64_t n, float * out) {
+    graph         gr(8);
+    ggml_tensor * v    = head_view(gr.ctx(), l.rows.v, l.info.n_embd_v, { 0, l.info.n_head_kv, 0, n });
+    ggml_tensor * node = wo != nullptr ? fused_l1(gr.ctx(), v, wo) : fused_gram(gr.ctx(), v, l.gram);
+    if (!device_fuses(l.buft, node)) {
+        return false;
+    }
+    gr.output(node);
+    gr.compute(lctx);
+    ggml_backend_tensor_get(node, out, 0, ggml_nbytes(node));
+    return true;
+}
+
 void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
                  int64_t n, float * out) {
     const int64_t n_head_kv = l.info.n_head_kv;
+    const bool    is_l1     = params.norm == CRITICALKV_NORM_L1;
+    if ((!is_l1 || wo.w->type == GGML_TYPE_F16) && norms_by_kernel(lctx, l, is_l1 ? wo.w : nullptr, n, out)) {
+        return;
+    }
     if (params.norm != CRITICALKV_NORM_L1) {
         const int64_t per_head = l.gram->ne[2] / n_head_kv;
         const int64_t heads    = std::max<int64_t>(1, MAX_ELEMENTS / (n * l.info.n_embd_v));

@@ -10,8 +10,9 @@ namespace criticalkv {
 struct unpacked_wo {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buf;
-    ggml_tensor *           w      = nullptr;  // F32 [n_embd_v * n_head, n_embd], or turned [n_embd, n_embd_v * n_head]
-    bool                    turned = false;
+    ggml_tensor *           w =
+        nullptr;  // F32 [n_embd_v * n_head, n_embd], or turned [n_embd, n_embd_v * n_head], then F32 or F16
+    bool turned = false;
 };
 
 // What the norms of one layer need: the layer's Gram matrices, filled when they are not there or adapters are loaded, or
@@ -37,7 +38,10 @@ struct head_range {
     int64_t n;
 };
 
-// What a cache holds there: [d, n, heads]. Numbers of quantized caches are dequantized: products with the quantized rows
+// What a cache holds there, as a view: [d, n, heads].
+ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, const head_range & of);
+
+// The same. Numbers of quantized caches are dequantized: products with the quantized rows
 // themselves would round the other side too.
 ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_range & of);
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b);

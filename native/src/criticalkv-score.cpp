@@ -5,6 +5,7 @@
 // them are alive at a time.
 
 #include "criticalkv-error.h"
+#include "criticalkv-fused.h"
 #include "criticalkv-graph.h"
 #include "criticalkv-norms.h"
 #include "criticalkv-store.h"
@@ -117,9 +118,34 @@ static head_block next_block(const criticalkv_layer_info & info, const observati
     return { kv_head, 1, kv_head * g + done, std::min(std::max<int64_t>(1, MAX_ROWS / o.m), g - done) };
 }
 
+// The scores of all KV heads by one node, if the layer's device has a kernel for it.
+static bool scores_by_kernel(llama_context & lctx, const criticalkv_params & params, const layer & l,
+                             const observation & o, float * out) {
+    graph         gr(16);
+    ggml_tensor * k    = head_view(gr.ctx(), l.rows.k, l.info.n_embd_k, { 0, l.info.n_head_kv, 0, o.n });
+    ggml_tensor * rows = gr.input(GGML_TYPE_I32, o.m, 1, o.rows.data());
+    ggml_tensor * mask = gr.input(GGML_TYPE_F32, o.n, o.m, o.mask.data());
+    fused_params  p    = {};
+    p.pool             = params.pool;
+    p.max              = params.aggregate == CRITICALKV_AGGREGATE_MAX;
+    p.scale            = l.info.scale;
+    p.softcap          = l.info.softcap;
+    ggml_tensor * node = fused_attention(gr.ctx(), k, o.queries, rows, mask, l.sinks, o.n_before, p);
+    if (!device_fuses(l.buft, node)) {
+        return false;
+    }
+    gr.output(node);
+    gr.compute(lctx);
+    ggml_backend_tensor_get(node, out, 0, ggml_nbytes(node));
+    return true;
+}
+
 // A or R of all KV heads, to out[n_head_kv][n_before].
 static void attention_scores(llama_context & lctx, const criticalkv_params & params, const layer & l,
                              const observation & o, float * out) {
+    if (scores_by_kernel(lctx, params, l, o, out)) {
+        return;
+    }
     const int64_t g    = l.info.n_head / l.info.n_head_kv;
     int64_t       done = 0;  // query heads of head
     std::fill_n(out, l.info.n_head_kv * o.n_before, 0.0f);

@@ -146,9 +146,18 @@ static bool is_view(const ggml_tensor * t) {
            t->op == GGML_OP_TRANSPOSE;
 }
 
+static bool has_fused_kernels() {
+    static const char * fused = std::getenv("MOCK_CUDA_FUSED");
+    return fused == nullptr || std::string(fused) != "0";
+}
+
+static bool device_supports_op(ggml_backend_dev_t dev, const ggml_tensor * op) {
+    return (op->op != GGML_OP_CUSTOM || has_fused_kernels()) && cuda_supports_op(dev, op);
+}
+
 // The scheduler must give the device only what it can do, on what is in its memory.
 static void check_node(const ggml_tensor * node) {
-    GGML_ASSERT(cuda_supports_op(the_device(), node));
+    GGML_ASSERT(device_supports_op(the_device(), node));
     GGML_ASSERT(is_ours(node->buffer));
     for (const ggml_tensor * src : node->src) {
         GGML_ASSERT(src == nullptr || is_ours(src->buffer));
@@ -229,7 +238,7 @@ static ggml_backend_dev_t the_device() {
         i.get_props             = device_props;
         i.init_backend          = backend_init;
         i.get_buffer_type       = device_buft;
-        i.supports_op           = cuda_supports_op;
+        i.supports_op           = device_supports_op;
         i.supports_buft         = cuda_supports_buft;
         i.offload_op            = cuda_offload_op;
         return ggml_backend_device{ i, the_reg(), &device_context };

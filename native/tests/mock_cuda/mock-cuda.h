@@ -3,7 +3,7 @@
  * ggml_backend_load() takes the library. The device accepts what ggml's CUDA backend accepts (cuda-rules.h), its memory
  * is out of the host's reach (device-memory.h), and the CPU backend's code computes its graphs.
  *
- * Environment: MOCK_CUDA_CC, the compute capability (default 860).
+ * Environment: MOCK_CUDA_CC, the compute capability (default 860); MOCK_CUDA_FUSED=0, no kernels for our own ops.
  */
 #pragma once
 
