@@ -29,9 +29,9 @@ def check_int(name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
 
 
 def check_several(name: str, values: Any, *, empty: bool = False) -> None:
-    """Refuse what is not a list or a tuple, has a value twice or, unless that is allowed, none."""
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"{name}={values!r}: allowed is a list or a tuple")
+    """Refuse what is not a list, a tuple or a range, has a value twice or, unless that is allowed, none."""
+    if not isinstance(values, list | tuple | range):
+        raise TypeError(f"{name}={values!r}: allowed is a list, a tuple or a range")
     if not values and not empty:
         raise ValueError(f"{name}={values!r}: allowed is at least one")
     for value in values:

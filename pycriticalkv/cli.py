@@ -32,7 +32,9 @@ def budget(text: str) -> int | float:
 
 def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="a GGUF file")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, help="default: %(default)s, all of the machine's"
+    )
     parser.add_argument("--type", default="f16", choices=CACHE_TYPES, help="type of keys and values (default: f16)")
 
 
@@ -86,6 +88,7 @@ def _add_eval(commands: Any) -> None:
 
     parser = commands.add_parser(
         "eval",
+        usage="pycriticalkv eval MODEL [options]",
         help="does it still answer right? accuracy by policy and budget",
         description="Accuracy on tasks with known answers, by policy and budget, beside the full cache. Every outcome "
         "is appended to the --out file; started again with the same file, it goes on where it stopped.",
@@ -95,26 +98,34 @@ def _add_eval(commands: Any) -> None:
                         help=f"of {', '.join(TASKS)} (default: all)")  # fmt: skip
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048], help="prompt lengths (default: 2048)")
     parser.add_argument("--samples", type=int, default=20, help="samples per task and length (default: 20)")
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
-    parser.add_argument("--policies", nargs="+", default=list(PRESETS), choices=PRESETS)
+    parser.add_argument("--first-seed", type=int, default=0, help="of the samples (default: 0)")
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS,
+                        help="query-aware: the question is part of what is evicted; context-only: it comes after "
+                        "(default: both)")  # fmt: skip
+    parser.add_argument("--policies", nargs="+", default=list(PRESETS), choices=PRESETS, help="default: all")
     parser.add_argument("--budgets", type=budget, nargs="+", default=[0.1, 0.2, 512],
                         help="entries per KV head (512) or shares (0.2, 20%%) (default: 0.1 0.2 512)")  # fmt: skip
     parser.add_argument("--prefill", nargs="+", default=["full"], choices=PREFILLS, dest="prefills",
-                        help="how prompts are read: of full, exact, stream, stream-peek, stream-window (default: full, "
+                        help="how prompts are read: full, exact, or in a stream that looks at the question before each "
+                        "eviction (stream), once (stream-peek) or not (stream-window) (default: full, "
                         "once for all policies and budgets; the others read the prompt for each of them)")  # fmt: skip
-    parser.add_argument("--window", type=int, help="queries that observe, in place of the policies' own")
-    parser.add_argument("--text", type=Path, help="a text file to hide things in, instead of public text")
+    parser.add_argument("--window", type=int, help="queries that observe, 1 to 256, in place of the policies' own 16")
+    parser.add_argument(
+        "--text", type=Path, help="a text file to hide things in, instead of Python's language reference"
+    )
     parser.add_argument(
         "--questions",
         type=Path,
         metavar="FILE",
-        help="your own instead: JSON lines of context (or context_file), question, answers",
+        help="your own instead of the tasks: JSON lines of context (or context_file), question, answers (a list: all "
+        "have to be in the output); --tasks, --tokens, --samples and --passages then have no effect",
     )
     parser.add_argument("--passages", type=int,
                         help="passages to measure perplexity and KL after (default: 4, or what fits)")  # fmt: skip
     parser.add_argument("--forced", type=int, default=256, help="tokens that follow each passage (default: 256)")
-    parser.add_argument("--out", type=Path, default=Path("eval.jsonl"), help="JSON lines (default: eval.jsonl)")
+    parser.add_argument("--out", type=Path, default=Path("eval.jsonl"),
+                        help="JSON lines; a file of another model, cache type, window, text or questions "
+                        "is refused (default: eval.jsonl)")  # fmt: skip
     parser.add_argument("--plot", type=Path, help="also draw accuracy and KL divergence over budget as a PNG")
     parser.set_defaults(run=_eval)
 
@@ -215,6 +226,7 @@ def _add_bench(commands: Any) -> None:
 
     parser = commands.add_parser(
         "bench",
+        usage="pycriticalkv bench MODEL [options]",
         help="what does it save? speed and memory by length and budget",
         description="Speed and memory beside the full cache, by length of the prompt and budget. All sides take turns "
         "in one run; other programs on the machine spoil the figures.",
@@ -223,10 +235,10 @@ def _add_bench(commands: Any) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="prompt lengths (default: of 1024 2048 4096 what fits)")
     parser.add_argument("--budgets", type=budget, nargs="+", default=[512, 1024],
                         help="entries per KV head (512) or shares (0.2, 20%%) (default: 512 1024)")  # fmt: skip
-    parser.add_argument("--policy", default=DEFAULT_PRESET, choices=PRESETS)
+    parser.add_argument("--policy", default=DEFAULT_PRESET, choices=PRESETS, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=5, help="turns of every side (default: 5)")
     parser.add_argument("--tokens-per-turn", type=int, default=24, help="tokens generated in a turn (default: 24)")
-    parser.add_argument("--text", type=Path, help="a text file to read, instead of public text")
+    parser.add_argument("--text", type=Path, help="a text file to read, instead of Python's language reference")
     parser.add_argument("--out", type=Path, help="also write what was measured as JSON lines")
     parser.add_argument("--plot", type=Path, help="also draw speed and memory as a PNG")
     parser.set_defaults(run=_bench)
@@ -266,14 +278,15 @@ def _add_inspect(commands: Any) -> None:
 
     parser = commands.add_parser(
         "inspect",
+        usage="pycriticalkv inspect MODEL PROMPT [options]",
         help="which tokens did each layer and head keep?",
         description="A report of the tokens that were kept.",
     )
     _model_arguments(parser)
-    parser.add_argument("prompt", metavar="PROMPT", help="text, or @FILE")
+    parser.add_argument("prompt", metavar="PROMPT", help="text, or @FILE (also for text that starts with @)")
     parser.add_argument("--budget", type=budget, default=0.2,
                         help="entries (512) or a share (0.2, 20%%) (default: 0.2)")  # fmt: skip
-    parser.add_argument("--policy", default=DEFAULT_PRESET, choices=PRESETS)
+    parser.add_argument("--policy", default=DEFAULT_PRESET, choices=PRESETS, help="default: %(default)s")
     parser.add_argument("--out", type=Path, default=Path("inspect.html"), help="HTML report (default: inspect.html)")
     parser.add_argument("--json", type=Path, help="also write what was kept as JSON")
     parser.set_defaults(run=_inspect)

@@ -239,11 +239,11 @@ def test_a_grid_knows_its_outcomes(outcomes):
         ({"policies": ()}, r"policies=\(\): allowed is at least one"),
         ({"tasks": (None,)}, "task=None is not known"),
         ({"policies": (["snapkv"],)}, "policy=.'snapkv'. is not known"),
-        ({"tasks": "facts"}, "tasks='facts': allowed is a list or a tuple"),
-        ({"seeds": 20}, "seeds=20: allowed is a list or a tuple"),
+        ({"tasks": "facts"}, "tasks='facts': allowed is a list, a tuple or a range"),
+        ({"seeds": 20}, "seeds=20: allowed is a list, a tuple or a range"),
         ({"n_tokens": ("2048",)}, "n_tokens='2048': allowed is an int"),
         ({"seeds": (0.5,)}, "seeds=0.5: allowed is an int"),
-        ({"budgets": None}, "budgets=None: allowed is a list or a tuple"),
+        ({"budgets": None}, "budgets=None: allowed is a list, a tuple or a range"),
         ({"window": 0}, "window=0"),
         ({"window": "16"}, "window='16'"),
     ],
@@ -255,7 +255,8 @@ def test_grids_are_checked(arguments, why):
 
 def test_shares_are_of_the_number_that_was_written():
     assert Arm("snapkv", 0.29).entries(400, KVPolicy()) == 116  # 0.29 * 400 is 115.99... in binary
-    assert Grid(budgets=[0.29]).budgets == (0.29,)
+    grid = Grid(budgets=[0.29], seeds=range(3))
+    assert (grid.budgets, grid.seeds) == ((0.29,), (0, 1, 2))
 
 
 def outcome(seed, policy, budget, score):

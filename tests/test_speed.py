@@ -66,9 +66,9 @@ def test_rows_compare_with_the_faster_full_cache():
         ({"n_tokens": [9000]}, "the model's context is 8192"),
         ({"text": ""}, "no tokens"),
         ({"text": b"abc"}, "text=b'abc': allowed are None and a str"),
-        ({"n_tokens": 100}, "n_tokens=100: allowed is a list or a tuple"),
+        ({"n_tokens": 100}, "n_tokens=100: allowed is a list, a tuple or a range"),
         ({"n_tokens": ["100"]}, "n_tokens='100': allowed is an int"),
-        ({"budgets": None}, "budgets=None: allowed is a list or a tuple"),
+        ({"budgets": None}, "budgets=None: allowed is a list, a tuple or a range"),
     ],
 )
 def test_arguments_are_checked(tiny, arguments, why):
