@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import argparse
 import hashlib
 import json
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +45,8 @@ def _read(path: Path, what: str) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{what} {path}: not a text file in UTF-8") from None
+    except OSError as e:
+        raise ValueError(f"{what} {path}: {e.strerror}; allowed is a text file") from None
 
 
 def _sha256(path: Path | None) -> str | None:
@@ -319,6 +323,14 @@ def _inspect(args: argparse.Namespace) -> None:
         print(args.json)
 
 
+def deliver_again(unraisable: Any) -> None:
+    """A ``sys.unraisablehook``: Ctrl-C during a callback of llama.cpp (its log) is lost there, so it comes again."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        threading.Timer(0.1, _thread.interrupt_main).start()
+    else:
+        sys.__unraisablehook__(unraisable)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; problems the user can solve are told in one line, with exit status 1."""
     parser = argparse.ArgumentParser(prog="pycriticalkv", description="Tools around pycriticalkv.Llama.")
@@ -328,6 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     _add_inspect(commands)
     args = parser.parse_args(arguments)
+    sys.unraisablehook = deliver_again
     try:
         args.run(args)
     except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
@@ -336,6 +349,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("pycriticalkv: interrupted", file=sys.stderr)
         return 130
+    finally:
+        sys.unraisablehook = sys.__unraisablehook__
     return 0
 
 

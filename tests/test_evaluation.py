@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -363,6 +366,7 @@ def test_inspect_command(outcomes, tmp_path, capsys):
         (["bench", "MODEL", "--tokens", "9000"], "the model's context is 8192"),
         (["bench", "MODEL", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png"),
         (["inspect", "MODEL", "@missing.txt"], "missing.txt"),
+        (["eval", "MODEL", "--text", "/proc"], "--text /proc: Is a directory; allowed is a text file"),
         (["inspect", "MODEL", ""], "empty"),
         (["eval", "MODEL", "--threads", "0"], "--threads 0"),
         (["eval", "MODEL", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png"),
@@ -385,6 +389,23 @@ def test_version_and_help(capsys):
             cli.main([option])
         assert ended.value.code == 0
         assert shown in capsys.readouterr().out
+
+
+def test_a_full_disk_is_named():
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        append_outcome(Path("/dev/full"), SOURCE)
+
+
+def test_ctrl_c_in_a_callback_is_not_lost(monkeypatch):
+    @ctypes.CFUNCTYPE(None)
+    def callback():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "unraisablehook", cli.deliver_again)
+    with pytest.raises(KeyboardInterrupt):
+        callback()
+        for _ in range(100):
+            time.sleep(0.1)
 
 
 def test_a_grid_may_have_another_window():

@@ -48,8 +48,7 @@ def build(llm: Llama, context: str, question: str) -> Prompt:
     Context and question are tokenized apart, so that both settings of an evaluation see the same tokens.
     """
     before, between, after = template(llm)
-    bos = llm.token_bos()
-    first = llm.tokenize((before + context).encode(), add_bos=True, special=True)
-    if before and len(first) > 1 and first[0] == first[1] == bos:
-        first = first[1:]  # the template brings its own
+    bos = _piece(llm, llm.token_bos())
+    brings_bos = bool(bos) and before.startswith(bos)
+    first = llm.tokenize((before + context).encode(), add_bos=not brings_bos, special=True)
     return Prompt(first, llm.tokenize((between + question + after).encode(), add_bos=False, special=True))

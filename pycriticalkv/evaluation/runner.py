@@ -404,7 +404,7 @@ def open_outcomes(path: Path, source: Source, kinds: Sequence[type[Any]] = (Outc
             Nothing has been written then.
     """
     if not path.exists() or path.stat().st_size == 0:
-        path.write_text(json.dumps(asdict(source)) + "\n", encoding="utf-8")
+        _write(path, "w", json.dumps(asdict(source)))
         return []
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
@@ -447,5 +447,12 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 def append_outcome(path: Path, outcome: Any) -> None:
     """One JSON line more."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(outcome), ensure_ascii=False) + "\n")
+    _write(path, "a", json.dumps(asdict(outcome), ensure_ascii=False))
+
+
+def _write(path: Path, mode: str, line: str) -> None:
+    try:
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(line + "\n")
+    except OSError as e:  # of a full disk it does not name the file
+        raise OSError(e.errno, e.strerror, str(path)) from None
