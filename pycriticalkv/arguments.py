@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
@@ -19,13 +20,14 @@ MOST_THREADS = 512  # ggml's limit
 OURS = ("kv_budget", "kv_policy", "kv_memory_limit", "prefill", "stream", "prefill_progress")
 
 
-def check_int(name: str, value: Any, least: int, most: int = 2**31 - 1) -> None:
-    """TypeError or ValueError, naming argument, value and what is allowed, unless it is an int from least to most."""
+def check_int(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
+    """The value as an int; TypeError or ValueError, naming argument, value and what is allowed, if it is not in range."""
     allowed = f"allowed is an int from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: {allowed}")
     if not least <= int(value) <= most:
         raise ValueError(f"{name}={value!r}: {allowed}")
+    return int(value)
 
 
 def check_several(name: str, values: Any, *, empty: bool = False) -> None:
@@ -34,9 +36,19 @@ def check_several(name: str, values: Any, *, empty: bool = False) -> None:
         raise TypeError(f"{name}={values!r}: allowed is a list, a tuple or a range")
     if not values and not empty:
         raise ValueError(f"{name}={values!r}: allowed is at least one")
-    for value in values:
-        if values.count(value) > 1:
+    seen = []
+    for value in [] if _all_differ(values) else values:
+        if value in seen:
             raise ValueError(f"{name}={values!r}: {value!r} is there more than once, allowed is each once")
+        seen.append(value)
+
+
+def _all_differ(values: Sequence[Any]) -> bool:
+    """False also where that cannot be told at once."""
+    try:
+        return len(set(values)) == len(values)
+    except TypeError:  # lists and the like
+        return False
 
 
 def check_names(kwargs: dict[str, Any], *, with_budget: bool) -> None:

@@ -340,7 +340,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_bench(commands)
     _add_inspect(commands)
     args = parser.parse_args(arguments)
-    sys.unraisablehook = deliver_again
+    hook, sys.unraisablehook = sys.unraisablehook, deliver_again
     try:
         args.run(args)
     except (ValueError, TypeError, OSError, ImportError, MemoryError) as error:
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("pycriticalkv: interrupted", file=sys.stderr)
         return 130
     finally:
-        sys.unraisablehook = sys.__unraisablehook__
+        sys.unraisablehook = hook
     return 0
 
 

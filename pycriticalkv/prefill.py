@@ -84,8 +84,9 @@ def parse_memory(limit: int | str | None) -> int | None:
         return None
     if isinstance(limit, bool) or not isinstance(limit, int | str):
         raise TypeError(f'kv_memory_limit={limit!r}: allowed are bytes (int) and strings such as "2GiB" or "500MB"')
-    if isinstance(limit, int) and limit >= 2**63:
-        raise ValueError(f"kv_memory_limit=2**{limit.bit_length() - 1} or more: allowed are bytes below 2**63")
+    if isinstance(limit, int) and abs(limit) >= 2**63:
+        sign = "-" if limit < 0 else ""
+        raise ValueError(f"kv_memory_limit={sign}2**{limit.bit_length() - 1}: allowed are positive bytes below 2**63")
     # 4300 digits are more than Python turns into a number
     number = re.fullmatch(r"\s*(\d{1,1000}(?:\.\d{1,1000})?)\s*([kmg]i?b|)\s*", str(limit).lower())
     bytes_ = int(Fraction(number[1]) * UNITS[number[2]]) if number else 0

@@ -141,7 +141,7 @@ def scores_bytes(llm: Any, n: int) -> int:
     return sum(2 * 4 * layer.n_head_kv * (n - llm._kv_policy.window) for layer in layers)
 
 
-def answers(library: Path, jobs: list[Answer], capability: int = 860, *, fused: bool = False) -> list[Answer]:
+def answers(library: Path, jobs: list[Answer], capability: int = 860, *, fused: bool = True) -> list[Answer]:
     """Answers to jobs from a process with the device, whose kernels for our own ops count with `fused` only."""
     environment = {**os.environ, "MOCK_CUDA_CC": str(capability), "MOCK_CUDA_FUSED": str(int(fused))}
     done = subprocess.run(

@@ -258,8 +258,10 @@ def test_grids_are_checked(arguments, why):
 
 def test_shares_are_of_the_number_that_was_written():
     assert Arm("snapkv", 0.29).entries(400, KVPolicy()) == 116  # 0.29 * 400 is 115.99... in binary
-    grid = Grid(budgets=[0.29], seeds=range(3))
+    grid = Grid(budgets=[0.29], seeds=range(3), n_tokens=(np.int64(600),))
     assert (grid.budgets, grid.seeds) == ((0.29,), (0, 1, 2))
+    assert type(grid.n_tokens[0]) is int  # what outcomes are written with
+    assert len(Grid(seeds=range(100_000)).seeds) == 100_000  # in no time
 
 
 def outcome(seed, policy, budget, score):

@@ -362,7 +362,11 @@ def test_memory_limits(limit, bytes_):
     assert parse_memory(limit) == bytes_
 
 
-LONG = [pytest.param(10**5000, id="int of 5001 digits"), pytest.param("9" * 5000, id="5000 digits")]
+LONG = [
+    pytest.param(10**5000, id="int of 5001 digits"),
+    pytest.param(-(10**5000), id="minus that"),
+    pytest.param("9" * 5000, id="5000 digits"),
+]
 
 
 @pytest.mark.parametrize("limit", [0, -1, "", "GiB", "2 TiB", "1e9", "-5MB", "0", 10**400, "9" * 400 + "GiB", *LONG])

@@ -13,18 +13,25 @@
 
 #include <mma.h>
 
-namespace criticalkv {
+// Devices without tensor cores get an empty kernel, which nobody launches (has_kernel in criticalkv-nodes.h).
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 700
+#define CRITICALKV_HAS_WMMA
+#endif
 
-namespace wmma = nvcuda::wmma;
+namespace criticalkv {
 
 constexpr int L1_WARPS   = 4;
 constexpr int L1_OUTPUTS = 32;  // of W_O in shared memory
 constexpr int FRAGMENT   = 16;  // rows and columns
 constexpr int L1_PADDING = 8;   // numbers, so that rows start in different banks
 
+#ifdef CRITICALKV_HAS_WMMA
+namespace wmma = nvcuda::wmma;
+
 using value_fragment  = wmma::fragment<wmma::matrix_a, FRAGMENT, FRAGMENT, FRAGMENT, half, wmma::row_major>;
 using weight_fragment = wmma::fragment<wmma::matrix_b, FRAGMENT, FRAGMENT, FRAGMENT, half, wmma::row_major>;
 using sum_fragment    = wmma::fragment<wmma::accumulator, FRAGMENT, FRAGMENT, FRAGMENT, float>;
+#endif
 
 // Fragments of entries per warp: with more, the values of a large head do not fit the registers.
 template <int D> constexpr int ENTRY_FRAGMENTS = D <= 128 ? 2 : 1;
@@ -107,6 +114,7 @@ template <int D> __device__ void stage_weights(l1_memory<D> & s, const l1_args &
 
 // Block (entries, KV head).
 template <row_type T, int D> __global__ void __launch_bounds__(L1_WARPS * 32) l1_kernel(l1_args p) {
+#ifdef CRITICALKV_HAS_WMMA
     CRITICALKV_SHARED(l1_memory<D>, s);
     constexpr int STEPS     = D / FRAGMENT;
     constexpr int FRAGMENTS = ENTRY_FRAGMENTS<D>;
@@ -167,6 +175,7 @@ template <row_type T, int D> __global__ void __launch_bounds__(L1_WARPS * 32) l1
         }
         p.out[kv_head * p.n + entry] = norm * s.factor[e] / (float) p.group;
     }
+#endif
 }
 
 template <row_type T> struct l1_launch {

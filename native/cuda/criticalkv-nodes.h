@@ -40,6 +40,8 @@ struct fused_params {
 
 constexpr uint32_t FUSED_MAGIC = 0x464b5643;
 
+constexpr int LEAST_CC_WMMA = 700;  // tensor cores
+
 static_assert(sizeof(custom_params) + sizeof(fused_params) <= GGML_MAX_OP_PARAMS, "they share op_params");
 
 // Of a node that is one of ours; of any other, op is no member of fused_op.
@@ -152,8 +154,8 @@ inline l1_args l1_args_of(const ggml_tensor * node) {
     return p;
 }
 
-// Whether there is a kernel for a node: what ggml-cuda answers for GGML_OP_CUSTOM.
-inline bool cuda_supports(const ggml_tensor * node) {
+// Whether there is a kernel for a node on a device of compute capability cc (100 * major + 10 * minor).
+inline bool has_kernel(const ggml_tensor * node, int cc) {
     row_type type;
     switch (fused_params_of(node).op) {
         case fused_op::ATTENTION:
@@ -163,7 +165,7 @@ inline bool cuda_supports(const ggml_tensor * node) {
         case fused_op::GRAM:
             return row_type_of(node->src[0]->type, type) && supports(gram_args_of(node));
         case fused_op::L1:
-            return row_type_of(node->src[0]->type, type) && supports(l1_args_of(node));
+            return cc >= LEAST_CC_WMMA && row_type_of(node->src[0]->type, type) && supports(l1_args_of(node));
     }
     return false;
 }

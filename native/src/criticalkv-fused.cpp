@@ -6,7 +6,13 @@ namespace criticalkv {
 
 bool device_fuses(ggml_backend_buffer_type_t buft, const ggml_tensor * node) {
     ggml_backend_dev_t dev = ggml_backend_buft_get_device(buft);
-    return dev != nullptr && !ggml_backend_buft_is_host(buft) && ggml_backend_dev_supports_op(dev, node);
+    if (dev == nullptr || ggml_backend_buft_is_host(buft) || !ggml_backend_dev_supports_op(dev, node)) {
+        return false;
+    }
+    // a device that takes any custom op whatever (that of another machine, ggml-rpc) does not know ours
+    ggml_tensor stranger = *node;
+    std::memset(stranger.op_params, 0, sizeof(stranger.op_params));
+    return !ggml_backend_dev_supports_op(dev, &stranger);
 }
 
 static void compute_on_cpu(ggml_tensor * node, int ith, int nth, void * /*userdata*/) {

@@ -1,5 +1,5 @@
-// Makes the nodes of criticalkv-nodes.h. Only graphs for a device that takes them have such nodes; all others are built from
-// standard ops. The function of a node is its CPU twin, for backends whose memory the host can read.
+// Makes the nodes of criticalkv-nodes.h. Only graphs for a device that takes them have such nodes; all others, the CPU's
+// too, are built from standard ops. The function of a node is its CPU twin, by which the mock device of the tests computes.
 #pragma once
 
 #include "criticalkv-nodes.h"
@@ -7,7 +7,7 @@
 
 namespace criticalkv {
 
-// Whether the device with this memory has a kernel for a node. The CPU's own graphs are the standard ones.
+// Whether the device with this memory has a kernel for a node.
 bool device_fuses(ggml_backend_buffer_type_t buft, const ggml_tensor * node);
 
 // Arguments and results as criticalkv-nodes.h says. sinks may be nullptr.

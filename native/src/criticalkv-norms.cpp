@@ -252,8 +252,12 @@ void value_norms(llama_context & lctx, const criticalkv_params & params, const l
                  int64_t n, float * out) {
     const int64_t n_head_kv = l.info.n_head_kv;
     const bool    is_l1     = params.norm == CRITICALKV_NORM_L1;
-    if ((!is_l1 || wo.w->type == GGML_TYPE_F16) && norms_by_kernel(lctx, l, is_l1 ? wo.w : nullptr, n, out)) {
+    const bool    by_kernel = is_l1 ? wo.w->type == GGML_TYPE_F16 : !ggml_backend_buft_is_host(l.buft);
+    if (by_kernel && norms_by_kernel(lctx, l, is_l1 ? wo.w : nullptr, n, out)) {
         return;
+    }
+    if (is_l1 && by_kernel) {
+        throw error(CRITICALKV_ERR_COMPUTE, "the device refuses the L1 norm that it took before");
     }
     if (params.norm != CRITICALKV_NORM_L1) {
         const int64_t per_head = l.gram->ne[2] / n_head_kv;

@@ -33,7 +33,7 @@ static std::vector<query_ring> allocate_rings(const std::vector<layer> & layers)
 }
 
 // Graphs that are built from now on save their queries to the other rings.
-void store::swap_rings(std::vector<query_ring> & rings) {
+void store::swap_rings(std::vector<query_ring> & rings) noexcept {
     for (size_t i = 0; i < layers.size(); ++i) {
         std::swap(layers[i].queries, rings[i].queries);
     }
@@ -46,18 +46,19 @@ void store::run_peek(llama_context & lctx, const request & what) {
     const auto     batches = make_batches(lctx, what.tokens.data(), n, what.first);
     slots_snapshot slots   = take_snapshot();
     const auto     states  = read_states();
-    const auto     before  = query_pos;
+    auto           before  = query_pos;
     observers      seen;
     seen.rings = allocate_rings(layers);
     for (int32_t i = 0; i < n; ++i) {
         seen.pos.push_back(what.first + i);
     }
     const auto restore = [&] {
+        // what cannot fail comes first: the layers must not be left with rings that end here
+        swap_rings(seen.rings);
+        query_pos.swap(before);
         forget_overwritten(slots, what.first);
         rewind(slots);
         write_states(states);
-        swap_rings(seen.rings);
-        query_pos = before;
     };
     swap_rings(seen.rings);
     try {

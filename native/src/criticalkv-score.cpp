@@ -143,7 +143,7 @@ static bool scores_by_kernel(llama_context & lctx, const criticalkv_params & par
 // A or R of all KV heads, to out[n_head_kv][n_before].
 static void attention_scores(llama_context & lctx, const criticalkv_params & params, const layer & l,
                              const observation & o, float * out) {
-    if (scores_by_kernel(lctx, params, l, o, out)) {
+    if (!ggml_backend_buft_is_host(l.buft) && scores_by_kernel(lctx, params, l, o, out)) {
         return;
     }
     const int64_t g    = l.info.n_head / l.info.n_head_kv;

@@ -303,7 +303,7 @@ class store {
     void                                    place_states(int32_t pos);
     std::vector<std::vector<uint8_t>>       read_states() const;
     void                                    write_states(const std::vector<std::vector<uint8_t>> & states);
-    void                                    swap_rings(std::vector<query_ring> & rings);
+    void                                    swap_rings(std::vector<query_ring> & rings) noexcept;
     void                                    run_peek(llama_context & lctx, const request & what);
     std::unordered_set<const ggml_tensor *> memory_tensors() const;
     ggml_context_ptr                        make_hidden(int64_t n) const;

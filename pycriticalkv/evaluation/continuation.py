@@ -119,11 +119,11 @@ def continuations(
     Passages follow each other in the text and do not overlap; each begins with the model's first token, if it has one.
 
     Raises:
+        TypeError: `passages` or `forced` is no int.
         ValueError: `passages` or `forced` is too small, the text is too short, or passage and forced tokens do not fit
             the context; nothing is measured.
     """
-    check_int("passages", passages, 0)
-    check_int("forced", forced, 2)
+    passages, forced = check_int("passages", passages, 0), check_int("forced", forced, 2)
     if passages == 0:
         return
     known = {c.key for c in done}

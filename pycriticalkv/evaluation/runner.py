@@ -121,10 +121,9 @@ class Grid:
         _check("setting", self.settings, SETTINGS)
         _check("policy", self.policies, PRESETS)
         _check("prefill", self.prefills, PREFILLS)
-        for n in self.n_tokens:
-            check_int("n_tokens", n, 1)
-        for seed in self.seeds:
-            check_int("seeds", seed, -(2**63), 2**63 - 1)
+        object.__setattr__(self, "n_tokens", tuple(check_int("n_tokens", n, 1) for n in self.n_tokens))
+        seeds = tuple(check_int("seeds", seed, -(2**63), 2**63 - 1) for seed in self.seeds)
+        object.__setattr__(self, "seeds", seeds)
         least = max(self.policy(name).least_budget for name in self.policies)
         for budget in self.budgets:
             share = isinstance(budget, float) and 0 < budget <= 1
@@ -323,7 +322,8 @@ def _check_model(llm: Llama, grid: Grid) -> None:
     for name in grid.prefills:
         PREFILLS[name].check(llm._kv_policy.window, llm._kv_store.check_prefill)
     longest = llm._model.n_ctx_train()
-    answer = TEMPLATE_TOKENS + max((TASKS[task].max_answer_tokens for task in grid.tasks), default=0)
+    template = len(prompts.build(llm, "", "").tokens)
+    answer = template + max((TASKS[task].max_answer_tokens for task in grid.tasks), default=0)
     if grid.tasks and max(grid.n_tokens) + answer > longest:
         raise ValueError(
             f"n_tokens={max(grid.n_tokens)}: allowed is at most {longest - answer}, since the model's context is "

@@ -2,7 +2,7 @@
 // there: the same names, for one mock device.
 #pragma once
 
-#include "criticalkv-nodes.h"  // what the rules say of our own ops
+#include "criticalkv-dispatch.h"  // what the rules say of our own ops
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 #include "ggml.h"
