@@ -21,7 +21,7 @@ OURS = ("kv_budget", "kv_policy", "kv_memory_limit", "prefill", "stream", "prefi
 
 
 def check_int(name: str, value: Any, least: int, most: int = 2**31 - 1) -> int:
-    """The value as an int; if it is none from least to most, an error that names argument, value and what is allowed."""
+    """The value as an int; an error names argument, value and what is allowed if it is none from least to most."""
     allowed = f"allowed is an int from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}={value!r}: {allowed}")
