@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -404,10 +405,14 @@ def test_ctrl_c_in_a_callback_is_not_lost(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sys, "unraisablehook", cli.deliver_again)
-    with pytest.raises(KeyboardInterrupt):
-        callback()
-        for _ in range(100):
-            time.sleep(0.1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            callback()
+            for _ in range(100):
+                time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_grid_may_have_another_window():
