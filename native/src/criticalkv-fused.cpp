@@ -15,6 +15,16 @@ bool device_fuses(ggml_backend_buffer_type_t buft, const ggml_tensor * node) {
     return !ggml_backend_dev_supports_op(dev, &stranger);
 }
 
+bool compute_fused(llama_context & lctx, graph & gr, ggml_backend_buffer_type_t buft, ggml_tensor * node, float * out) {
+    if (!device_fuses(buft, node)) {
+        return false;
+    }
+    gr.output(node);
+    gr.compute(lctx);
+    ggml_backend_tensor_get(node, out, 0, ggml_nbytes(node));
+    return true;
+}
+
 static void compute_on_cpu(ggml_tensor * node, int ith, int nth, void * /*userdata*/) {
     switch (fused_params_of(node).op) {
         case fused_op::ATTENTION:

@@ -2,6 +2,7 @@
 // too, are built from standard ops. The function of a node is its CPU twin, by which the mock device of the tests computes.
 #pragma once
 
+#include "criticalkv-graph.h"
 #include "criticalkv-nodes.h"
 #include "ggml-backend.h"
 
@@ -9,6 +10,9 @@ namespace criticalkv {
 
 // Whether the device with this memory has a kernel for a node.
 bool device_fuses(ggml_backend_buffer_type_t buft, const ggml_tensor * node);
+
+// Computes a graph of one such node and reads its result; false, with nothing done, if there is no kernel for it.
+bool compute_fused(llama_context & lctx, graph & gr, ggml_backend_buffer_type_t buft, ggml_tensor * node, float * out);
 
 // Arguments and results as criticalkv-nodes.h says. sinks may be nullptr.
 ggml_tensor * fused_attention(ggml_context * ctx, ggml_tensor * k, ggml_tensor * queries, ggml_tensor * rows,

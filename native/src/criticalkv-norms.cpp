@@ -239,13 +239,7 @@ static bool norms_by_kernel(llama_context & lctx, const layer & l, ggml_tensor *
     graph         gr(8);
     ggml_tensor * v    = head_view(gr.ctx(), l.rows.v, l.info.n_embd_v, { 0, l.info.n_head_kv, 0, n });
     ggml_tensor * node = wo != nullptr ? fused_l1(gr.ctx(), v, wo) : fused_gram(gr.ctx(), v, l.gram);
-    if (!device_fuses(l.buft, node)) {
-        return false;
-    }
-    gr.output(node);
-    gr.compute(lctx);
-    ggml_backend_tensor_get(node, out, 0, ggml_nbytes(node));
-    return true;
+    return compute_fused(lctx, gr, l.buft, node, out);
 }
 
 void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,

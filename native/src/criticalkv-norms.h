@@ -10,9 +10,9 @@ namespace criticalkv {
 struct unpacked_wo {
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buf;
-    ggml_tensor *           w =
-        nullptr;  // F32 [n_embd_v * n_head, n_embd], or turned [n_embd, n_embd_v * n_head], then F32 or F16
-    bool turned = false;
+    // F32 [n_embd_v * n_head, n_embd], or turned [n_embd, n_embd_v * n_head], then F32 or F16
+    ggml_tensor * w      = nullptr;
+    bool          turned = false;
 };
 
 // What the norms of one layer need: the layer's Gram matrices, filled when they are not there or adapters are loaded, or

@@ -131,13 +131,7 @@ static bool scores_by_kernel(llama_context & lctx, const criticalkv_params & par
     p.scale            = l.info.scale;
     p.softcap          = l.info.softcap;
     ggml_tensor * node = fused_attention(gr.ctx(), k, o.queries, rows, mask, l.sinks, o.n_before, p);
-    if (!device_fuses(l.buft, node)) {
-        return false;
-    }
-    gr.output(node);
-    gr.compute(lctx);
-    ggml_backend_tensor_get(node, out, 0, ggml_nbytes(node));
-    return true;
+    return compute_fused(lctx, gr, l.buft, node, out);
 }
 
 // A or R of all KV heads, to out[n_head_kv][n_before].
