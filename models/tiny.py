@@ -122,7 +122,7 @@ def write_tiny(
     shape = Shape(n_layer, n_head, n_head_kv, head_dim, n_embd, n_ff, n_ctx)
     file = _File(arch, seed, wo_type, weight_type)
     _add_sizes(file, shape)
-    _add_vocabulary(file.writer, chat_template)
+    add_vocabulary(file.writer, chat_template)
     BUILDERS[arch](file, shape)
     file.save(Path(path))
     return Path(path)
@@ -317,16 +317,18 @@ def _tokens() -> tuple[str, ...]:
     return (*fixed, *_word_pieces(N_VOCAB - len(fixed)))
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, chat_template: str | None) -> None:
+def add_vocabulary(writer: gguf.GGUFWriter, chat_template: str | None, n_unused: int = 0) -> None:
+    """The vocabulary of the tiny models, N_VOCAB tokens and then n_unused that no text has."""
     tokens = _tokens()
     types = [TokenType.UNKNOWN] + [TokenType.CONTROL] * len(SPECIALS) + [TokenType.BYTE] * 256
     n_pieces = len(tokens) - len(types)
+    unused = [f"<unused {i}>" for i in range(n_unused)]
     writer.add_tokenizer_model("llama")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
+    writer.add_token_list([*tokens, *unused])
     # The earlier a piece was learnt, the sooner llama.cpp merges it.
-    writer.add_token_scores([0.0] * len(types) + [-float(rank) for rank in range(n_pieces)])
-    writer.add_token_types(types + [TokenType.NORMAL] * n_pieces)
+    writer.add_token_scores([0.0] * len(types) + [-float(rank) for rank in range(n_pieces)] + [0.0] * n_unused)
+    writer.add_token_types(types + [TokenType.NORMAL] * n_pieces + [TokenType.UNUSED] * n_unused)
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

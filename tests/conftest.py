@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import fetch
+import mock_cuda
 import numpy as np
 import pytest
 from tiny import write_tiny
 
 from pycriticalkv import Llama, llama_cpp
+
+# How many layers of a model tests put on a GPU, for a run on one (benchmarks/gpu_check.sh). "mock" as the device makes
+# the mock CUDA device the only one.
+GPU_LAYERS = int(os.environ.get("PYCRITICALKV_TEST_GPU_LAYERS", "0"))
+DEVICE = os.environ.get("PYCRITICALKV_TEST_DEVICE", "")
+
+
+def pytest_configure() -> None:
+    """Load the mock device where it is asked for; it then takes the place of a GPU in all tests."""
+    if DEVICE == "mock":
+        library = mock_cuda.find_library()
+        if library is None:
+            raise pytest.UsageError("the mock device is not there: it is built with the C++ tests (make install)")
+        mock_cuda.Mock(str(library))
+    elif DEVICE:
+        raise pytest.UsageError(f"PYCRITICALKV_TEST_DEVICE is {DEVICE!r}, and can only be 'mock'")
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +63,7 @@ def load() -> Iterator[Callable[..., Llama]]:
     loaded: list[Llama] = []
 
     def make(path: str, **arguments: Any) -> Llama:
-        defaults: dict[str, Any] = {"verbose": False, "n_threads": 1, "n_threads_batch": 2}
+        defaults: dict[str, Any] = {"verbose": False, "n_threads": 1, "n_threads_batch": 2, "n_gpu_layers": GPU_LAYERS}
         loaded.append(Llama(path, **{**defaults, **arguments}))
         return loaded[-1]
 

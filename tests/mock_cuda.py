@@ -31,10 +31,13 @@ def find_library() -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
+TRAFFIC = ("bytes_up", "bytes_down", "n_up", "n_down", "n_nodes", "n_replayed", "n_launched")
+
+
 class Traffic(ctypes.Structure):
     """struct mock_cuda_traffic of mock-cuda.h."""
 
-    _fields_ = [(name, ctypes.c_int64) for name in ("bytes_up", "bytes_down", "n_up", "n_down", "n_nodes")]
+    _fields_ = [(name, ctypes.c_int64) for name in TRAFFIC]
 
 
 class Mock:
@@ -57,7 +60,7 @@ class Mock:
 
     def traffic(self) -> dict[str, int]:
         now = self.lib.mock_cuda_read()
-        return {name: int(getattr(now, name)) for name, _ in Traffic._fields_}
+        return {name: int(getattr(now, name)) for name in TRAFFIC}
 
     def nodes(self, op: str) -> int:
         return int(self.lib.mock_cuda_nodes(op.encode()))
@@ -91,7 +94,8 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
 
     job: "path", "model" (arguments of Llama), "policy" (of KVPolicy), "stream" (of Stream, optional), "prompt"
     (tokens), and "n" (greedy tokens after it) or "evict" (evaluate it plainly, then evict to so many entries; only that
-    is watched), "scores" (true: report them, before the eviction).
+    is watched), "scores" (true: report them, before the eviction), "tokens" (evaluate so many one by one at the end;
+    each gets a row of graphs replayed, graphs launched, evictions so far).
     """
     from helpers import greedy, kept, prefill_only  # noqa: PLC0415
 
@@ -124,9 +128,18 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
             mock.reset()
             llm.eval([5])
             out["set_rows"] = mock.nodes("SET_ROWS")
+            out["tokens"] = [graphs_of_a_token(llm, mock) for _ in range(job.get("tokens", 0))]
     finally:
         llm.close()
     return out
+
+
+def graphs_of_a_token(llm: Any, mock: Mock) -> tuple[int, int, int]:
+    """Evaluate a token: graphs that CUDA would have replayed, graphs it would have launched, evictions so far."""
+    mock.reset()
+    llm.eval([5])
+    now = mock.traffic()
+    return now["n_replayed"], now["n_launched"], llm.kv_stats().evictions
 
 
 def all_scores(llm: Any) -> list[list[float]]:

@@ -164,8 +164,11 @@ def test_adapters(library, job, tmp_path, fused):
 
 @FUSED
 @pytest.mark.parametrize("n_head_kv", [1, 4])
-def test_window_and_pool(library, job, n_head_kv, fused):
-    policies = ({"window": 256}, {"window": 256, "aggregate": "mean"}, {"pool": 1}, {"pool": 63}, {"value": "none"})
+def test_other_policies(library, job, n_head_kv, fused):
+    others = [{"value": "vatp"}, {"value": "caote"}, {"score": "key-norm", "value": "none"},
+              {"score": "keydiff", "value": "none"}, {"heads": "shared", "value": "none"}]  # fmt: skip
+    policies = ({"window": 256}, {"window": 256, "aggregate": "mean"}, {"pool": 1}, {"pool": 63}, {"value": "none"},
+                *others)  # fmt: skip
     shape, model = {"n_head_kv": n_head_kv}, {"kv_budget": 400}
     jobs = [job(policy=policy, shape=shape, n=700, evict=400, model=model) for policy in policies]
     for each, got in zip(jobs, mock_cuda.answers(library, jobs, fused=fused), strict=True):
@@ -217,6 +220,23 @@ def test_layers_left_on_the_host_are_seen(library, job):
 def test_queries_are_saved_on_the_device(library, job):
     (got,) = mock_cuda.answers(library, [job()])
     assert got["set_rows"] == 3 * got["layers"]  # a token's K, V and query
+
+
+@pytest.mark.parametrize("arch", families("llama", "gemma3", "gpt-oss", "lfm2"))
+def test_decode_replays_cuda_graphs(library, job, arch):
+    """Between evictions CUDA replays what it captured; a token that evicts is launched, the next replayed again."""
+    (got,) = mock_cuda.answers(library, [job(arch, policy={"slack": 40}, evict=BUDGET, tokens=120)])
+    before, n_evictions = 1, []
+    for at, (replayed, launched, evictions) in enumerate(got["tokens"]):
+        if evictions > before:
+            n_evictions.append(at)
+            # scores, norms and move of each layer, and the token
+            assert (replayed, launched) == (0, 3 * got["layers"] + 1), at
+        else:
+            assert (replayed, launched) == (1, 0), at
+        before = evictions
+    print(f"\n{arch}: evictions before tokens {n_evictions} of 120; all other tokens replayed")
+    assert n_evictions == [39, 79, 119]
 
 
 TOUCH = """

@@ -2,9 +2,10 @@
 
 Registers, spilled bytes and shared memory are what ptxas says (-Xptxas -v). Prints one table in Markdown, a row per
 kernel and a column per architecture: registers, and the static shared memory once. Ends with status 1 if a kernel
-spills registers or keeps anything on the stack, and with 77 if there is no nvcc.
+spills registers or keeps anything on the stack, and with 77 if there is no nvcc. With --ggml, what ggml's CUDA backend
+calls (criticalkv-dispatch.cu) is compiled as well, against a patched llama.cpp that is unpacked to that folder.
 
-    python native/cuda/report.py [--arch 86 90] [--nvcc PATH] [--jobs N]
+    python native/cuda/report.py [--arch 86 90] [--nvcc PATH] [--jobs N] [--ggml FOLDER]
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("criticalkv-kernels.cu")
+FOLDER = Path(__file__).resolve().parent
+SOURCE = FOLDER / "criticalkv-kernels.cu"
+DISPATCH = FOLDER / "criticalkv-dispatch.cu"
 ARCHITECTURES = ["80", "86", "89", "90", "120"]
 SKIPPED = 77
 
@@ -79,17 +82,31 @@ def parse(log: str) -> dict[str, Usage]:
     return usages
 
 
+def run(nvcc: str, architecture: str, *arguments: str) -> str:
+    """What nvcc says while it compiles a file for nothing but that; raises RuntimeError with its words if it fails."""
+    command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{architecture}", *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([*command, "-o", f"{folder}/out"], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout + done.stderr
+
+
+def compile_dispatch(nvcc: str, architecture: str, folder: Path) -> None:
+    """Compiles what ggml-cuda calls, with the patched ggml-cuda's own header."""
+    subprocess.run([sys.executable, str(FOLDER.parent / "prepare_llama.py"), str(folder)], check=True)
+    started = time.monotonic()
+    ggml = folder / "llama.cpp" / "ggml"
+    includes = [ggml / "include", ggml / "src", ggml / "src" / "ggml-cuda", FOLDER.parent / "tests" / "cublas"]
+    flags = ["-extended-lambda", "-use_fast_math", "-c", *(f"-I{path}" for path in includes)]
+    run(nvcc, architecture, *flags, str(DISPATCH))
+    print(f"{DISPATCH.name}: compiled for sm_{architecture}, {time.monotonic() - started:.0f} s")
+
+
 def compile_for(nvcc: str, architecture: str) -> dict[str, Usage]:
     """Compiles the kernels for one architecture; raises RuntimeError with the compiler's words."""
     started = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [nvcc, "-std=c++17", "-O3", f"-arch=sm_{architecture}", "-cubin", "-Xptxas", "-v", str(SOURCE)]
-        done = subprocess.run(
-            [*command, "-o", str(Path(folder, "kernels.cubin"))], capture_output=True, text=True, check=False
-        )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    usages = parse(done.stdout + done.stderr)
+    usages = parse(run(nvcc, architecture, "-cubin", "-Xptxas", "-v", str(SOURCE)))
     print(f"sm_{architecture}: {len(usages)} kernels, {time.monotonic() - started:.0f} s", file=sys.stderr)
     return usages
 
@@ -112,6 +129,7 @@ def main() -> int:
     parser.add_argument("--arch", nargs="+", default=ARCHITECTURES, help="compute capabilities without the point")
     parser.add_argument("--nvcc", help="path of nvcc")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument("--ggml", type=Path, metavar="FOLDER", help="compile criticalkv-dispatch.cu too")
     args = parser.parse_args()
     nvcc = find_nvcc(args.nvcc)
     if nvcc is None:
@@ -120,6 +138,8 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         reports = dict(zip(args.arch, pool.map(lambda a: compile_for(nvcc, a), args.arch), strict=True))
     print(table(reports))
+    if args.ggml is not None:
+        compile_dispatch(nvcc, args.arch[0], args.ggml)
     bad = [f"{k} on sm_{a}" for a, usages in reports.items() for k, usage in usages.items() if usage.stack]
     if bad or not all(reports.values()):
         print("kernels with spills or a stack frame: " + (", ".join(bad) or "none, but no kernels were found"))

@@ -1,10 +1,11 @@
-// What the tests of the fused kernels share: cache rows of every type, schedules, comparisons.
+// What the tests of the fused kernels share: cache rows of every type, results, comparisons.
 #pragma once
 
 #include "criticalkv-args.h"
 #include "criticalkv-supports.h"
 #include "ggml.h"
-#include "machine.h"
+#include "kernel_runs.h"
+#include "require.h"
 
 #include <algorithm>
 #include <cmath>
@@ -77,13 +78,6 @@ inline cache make_cache(row_type type, int d, int n_head_kv, int64_t n, const st
     return c;
 }
 
-inline void require(bool good, const std::string & what) {
-    if (!good) {
-        std::fprintf(stderr, "FAILED: %s\n", what.c_str());
-        std::exit(1);
-    }
-}
-
 // The largest relative error.
 template <typename A, typename B> double difference(const std::vector<A> & a, const std::vector<B> & b) {
     require(a.size() == b.size(), "sizes differ");
@@ -102,42 +96,22 @@ inline void require_close(double error, double tolerance, const std::string & wh
                                     std::to_string(tolerance * 1e6) + "e-6");
 }
 
-inline const cuda_shim::schedule SCHEDULES[] = {
-    { false, false, 0 }, { true, false, 0 },  { false, true, 0 },
-    { true, true, 0 },   { false, false, 7 }, { false, true, 8 },
-};
-
-// Runs a kernel under every schedule; what it leaves in memory must be the same, bit for bit. `run` returns it.
-template <typename Run> auto under_all_schedules(const std::string & what, const Run & run) {
-    decltype(run()) first;
-    for (const cuda_shim::schedule & order : SCHEDULES) {
-        cuda_shim::the_machine.order = order;
-        decltype(run()) result;
-        try {
-            result = run();
-        } catch (const cuda_shim::failure & e) {
-            require(false, what + ": " + e.what());
-        }
-        if (&order == &SCHEDULES[0]) {
-            first = std::move(result);
-            continue;
-        }
-        require(first.size() == result.size() &&
-                    std::memcmp(first.data(), result.data(), first.size() * sizeof(first[0])) == 0,
-                what + ": the result depends on the order of threads (schedule " + std::to_string(&order - SCHEDULES) +
-                    ")");
-    }
-    return first;
-}
-
-// A result between two guards, which nobody may write to.
+// A result between two guards, which nobody may write to. A kernel writes to data(), a twin to host_data().
 class output {
   public:
     explicit output(size_t n) : memory(n + 2 * GUARD, UNWRITTEN) {}
 
-    float * data() { return memory.data() + GUARD; }
+    float * host_data() { return memory.data() + GUARD; }
 
-    std::vector<float> take() const {
+    float * data() {
+        on_device = device.put(memory);
+        return on_device + GUARD;
+    }
+
+    std::vector<float> take() {
+        if (on_device != nullptr) {
+            device.get(on_device, memory);
+        }
         for (size_t i = 0; i < GUARD; ++i) {
             require(memory[i] == UNWRITTEN && memory[memory.size() - 1 - i] == UNWRITTEN, "written out of bounds");
         }
@@ -149,6 +123,8 @@ class output {
     static constexpr float  UNWRITTEN = -12345.0f;
 
     std::vector<float> memory;
+    device_memory      device;
+    float *            on_device = nullptr;
 };
 
 // A call of a twin, in shares.

@@ -1,5 +1,5 @@
-// The fused CUDA kernels, compiled for the host and run thread by thread under several schedules (cuda_shim/machine.h),
-// against their CPU twins; and the twins against the formulas in double.
+// The fused CUDA kernels against their CPU twins, and the twins against the formulas in double. The kernels run on the host,
+// thread by thread under several schedules (cuda_shim/machine.h), or on a device (cuda_device/).
 //
 // Tolerances are relative, of single numbers. Kernels and twins round alike but add in other orders; a logit of size 8 has
 // an error of a few 2^-24 * 8, which exp makes a relative one: 1e-5 is five times what is seen.
@@ -138,19 +138,25 @@ static std::vector<double> attention_formula(const attention_data & a) {
     return out;
 }
 
-static std::vector<float> attention_by_kernel(attention_args p) {
-    output             out((size_t) (p.n_head_kv * p.n_before));
-    std::vector<float> workspace(attention_workspace(p) / sizeof(float), NAN);
-    p.out       = out.data();
-    p.workspace = workspace.data();
+static std::vector<float> attention_by_kernel(const attention_data & a) {
+    device_memory  device;
+    attention_args p = a.args;
+    output         out((size_t) (p.n_head_kv * p.n_before));
+    p.k.data     = device.put(a.k.bytes);
+    p.queries    = device.put(a.queries);
+    p.query_rows = device.put(a.rows);
+    p.mask       = device.put(a.mask);
+    p.sinks      = p.sinks != nullptr ? device.put(a.sinks) : nullptr;
+    p.workspace  = device.put(std::vector<float>(attention_workspace(p) / sizeof(float), NAN));
+    p.out        = out.data();
     require(supports(p), std::string("refused: ") + (supports(p) ? "" : refuse(p)));
-    require(launch_attention(p, nullptr) == cudaSuccess, "the launch failed");
+    finish(launch_attention(p, nullptr));
     return out.take();
 }
 
 static std::vector<float> attention_by_twin(attention_args p) {
     output out((size_t) (p.n_head_kv * p.n_before));
-    p.out = out.data();
+    p.out = out.host_data();
     run_shares(observed_attention_cpu, p, 3);
     return out.take();
 }
@@ -176,9 +182,27 @@ static void test_attention() {
                 const attention_data a    = make_attention(c, type, max);
                 const std::vector<float> twin = attention_by_twin(a.args);
                 check_twin(difference(twin, attention_formula(a)), TOLERANCE, what);
-                const auto kernel = under_all_schedules(what, [&] { return attention_by_kernel(a.args); });
+                const auto kernel = under_all_schedules(what, [&] { return attention_by_kernel(a); });
                 check_kernel(difference(kernel, twin), what);
             }
+        }
+    }
+}
+
+// Windows and prompts far over a tile: many rows and few entries to score, and many stretches of keys.
+static void test_attention_at_size() {
+    static const attention_case CASES[] = {
+        { 64, 2, 1, 288, 33, 700, 12, 0.0f, false },
+        { 64, 1, 1, 16, 33, 4100, 4084, 0.0f, true },
+    };
+    for (const attention_case & c : CASES) {
+        for (const bool max : { false, true }) {
+            const std::string        what   = "attention, m " + std::to_string(c.m) + (max ? ", max" : ", mean");
+            const attention_data     a      = make_attention(c, row_type::F16, max);
+            const std::vector<float> twin   = attention_by_twin(a.args);
+            const auto               kernel = under_all_schedules(what, [&] { return attention_by_kernel(a); });
+            check_twin(difference(twin, attention_formula(a)), TOLERANCE, what);
+            check_kernel(difference(kernel, twin), what);
         }
     }
 }
@@ -188,7 +212,7 @@ static void test_attention_keeps_nans() {
     for (const bool max : { false, true }) {
         attention_data a = make_attention({ 64, 4, 2, 3, 5, 100, 90, 0.0f, false }, row_type::F32, max);
         ((float *) (a.k.bytes.data() + 20 * a.args.k.stride))[64 + 7] = NAN;  // entry 20 of KV head 1
-        for (const std::vector<float> & scores : { attention_by_kernel(a.args), attention_by_twin(a.args) }) {
+        for (const std::vector<float> & scores : { attention_by_kernel(a), attention_by_twin(a.args) }) {
             for (size_t i = 0; i < scores.size(); ++i) {
                 require(std::isnan(scores[i]) == (i >= 90), "attention of a NaN");
             }
@@ -237,22 +261,43 @@ static compaction_data make_compaction(const compaction_case & c) {
 }
 
 // What is in both targets afterwards. Apart from the source, they have wider rows.
-template <typename Move> std::vector<uint8_t> compacted(compaction_data a, bool in_place, const Move & move) {
-    compaction_args &    p   = a.args;
+template <typename Move> std::vector<uint8_t> compacted(const compaction_data & a, bool in_place, const Move & move) {
+    compaction_args      p   = a.args;
     const int64_t        gap = in_place ? 0 : 32;
     std::vector<uint8_t> k   = in_place ? a.k : std::vector<uint8_t>(p.n_keep * (p.k.from_stride + gap), 0xEE);
     std::vector<uint8_t> v   = in_place ? a.v : std::vector<uint8_t>(p.n_keep * (p.v.from_stride + gap), 0xEE);
-    p.slots                  = a.slots.data();
     p.k.to_stride += gap;
     p.v.to_stride += gap;
+    move(p, a, in_place, k, v);
+    k.insert(k.end(), v.begin(), v.end());
+    return k;
+}
+
+static void compact_by_twin(compaction_args p, const compaction_data & a, bool in_place, std::vector<uint8_t> & k,
+                            std::vector<uint8_t> & v) {
+    p.slots  = a.slots.data();
     p.k.from = in_place ? k.data() : a.k.data();
     p.v.from = in_place ? v.data() : a.v.data();
     p.k.to   = k.data();
     p.v.to   = v.data();
     require(supports(p), "refused");
-    move(p);
-    k.insert(k.end(), v.begin(), v.end());
-    return k;
+    run_shares(compact_rows_cpu, p, 2);
+}
+
+static void compact_by_kernel(compaction_args p, const compaction_data & a, bool in_place, std::vector<uint8_t> & k,
+                              std::vector<uint8_t> & v) {
+    device_memory device;
+    uint8_t *     k_to = device.put(k);
+    uint8_t *     v_to = device.put(v);
+    p.slots            = device.put(a.slots);
+    p.k.from           = in_place ? k_to : device.put(a.k);
+    p.v.from           = in_place ? v_to : device.put(a.v);
+    p.k.to             = k_to;
+    p.v.to             = v_to;
+    require(supports(p), "refused");
+    finish(launch_compaction(p, nullptr));
+    device.get(k_to, k);
+    device.get(v_to, v);
 }
 
 // In place, from copies of all rows.
@@ -282,18 +327,13 @@ static void test_compaction() {
         { 128, 128, 2, 9, 1 },
     };
     for (const compaction_case & c : all) {
-        const compaction_data a    = make_compaction(c);
-        const auto            twin = [](const compaction_args & p) { run_shares(compact_rows_cpu, p, 2); };
-        require(compacted(a, true, twin) == expected_in_place(a), "compaction in place by the twin");
+        const compaction_data a = make_compaction(c);
+        require(compacted(a, true, compact_by_twin) == expected_in_place(a), "compaction in place by the twin");
         for (const bool in_place : { true, false }) {
             const std::string what =
                 "compaction of " + std::to_string(c.k_bytes) + " bytes" + (in_place ? ", in place" : "");
-            const auto kernel = under_all_schedules(what, [&] {
-                return compacted(a, in_place, [](const compaction_args & p) {
-                    require(launch_compaction(p, nullptr) == cudaSuccess, "the launch failed");
-                });
-            });
-            require(kernel == compacted(a, in_place, twin), what + ": bytes differ");
+            const auto kernel = under_all_schedules(what, [&] { return compacted(a, in_place, compact_by_kernel); });
+            require(kernel == compacted(a, in_place, compact_by_twin), what + ": bytes differ");
         }
     }
 }
@@ -304,17 +344,31 @@ static std::string describe(const char * norm, row_type type, int d, int64_t n) 
     return std::string(norm) + ", " + name_of(type) + ", d " + std::to_string(d) + ", n " + std::to_string(n);
 }
 
-template <typename Args> std::vector<float> norms_by_kernel(Args p, cudaError_t (*launch)(const Args &, cudaStream_t)) {
-    output out((size_t) (p.n_head_kv * p.n));
-    p.out = out.data();
+static std::vector<float> gram_by_kernel(gram_args p, const cache & v, const std::vector<float> & gram) {
+    device_memory device;
+    output        out((size_t) (p.n_head_kv * p.n));
+    p.v.data = device.put(v.bytes);
+    p.gram   = device.put(gram);
+    p.out    = out.data();
     require(supports(p), std::string("refused: ") + (supports(p) ? "" : refuse(p)));
-    require(launch(p, nullptr) == cudaSuccess, "the launch failed");
+    finish(launch_gram(p, nullptr));
+    return out.take();
+}
+
+static std::vector<float> l1_by_kernel(l1_args p, const cache & v, const std::vector<ggml_fp16_t> & w) {
+    device_memory device;
+    output        out((size_t) (p.n_head_kv * p.n));
+    p.v.data = device.put(v.bytes);
+    p.w      = device.put(w);
+    p.out    = out.data();
+    require(supports(p), std::string("refused: ") + (supports(p) ? "" : refuse(p)));
+    finish(launch_l1(p, nullptr));
     return out.take();
 }
 
 template <typename Args> std::vector<float> norms_by_twin(Args p, void (*twin)(const Args &, int, int)) {
     output out((size_t) (p.n_head_kv * p.n));
-    p.out = out.data();
+    p.out = out.host_data();
     run_shares(twin, p, 3);
     return out.take();
 }
@@ -377,8 +431,8 @@ static void test_gram() {
             const std::string what = describe("Gram norm", type, d, n);
             const auto        twin = norms_by_twin(p, gram_norms_cpu);
             check_twin(difference(twin, gram_formula(p, v)), TOLERANCE, what);
-            check_kernel(difference(under_all_schedules(what, [&] { return norms_by_kernel(p, launch_gram); }), twin),
-                         what);
+            const auto kernel = under_all_schedules(what, [&] { return gram_by_kernel(p, v, gram); });
+            check_kernel(difference(kernel, twin), what);
         }
     }
 }
@@ -394,7 +448,7 @@ static void test_gram_of_rounding() {
         return x;
     }());
     gram_args   p = { v.rows, 2, 1, 1, gram.data(), 64 * sizeof(float), 64 * 64 * sizeof(float), nullptr };
-    for (const auto & norms : { norms_by_kernel(p, launch_gram), norms_by_twin(p, gram_norms_cpu) }) {
+    for (const auto & norms : { gram_by_kernel(p, v, gram), norms_by_twin(p, gram_norms_cpu) }) {
         require(norms[0] == 0.0f && norms[1] == 6.0f, "Gram norm below zero");
     }
 }
@@ -437,7 +491,7 @@ static void check_l1(row_type type, int d, int64_t n, int64_t n_embd, int group,
     const std::string what = describe("L1 norm", type, d, n);
     const auto        twin = norms_by_twin(p, l1_norms_cpu);
     check_twin(difference(twin, l1_formula(p, v, half_w)), F16_TOLERANCE, what);
-    check_kernel(difference(under_all_schedules(what, [&] { return norms_by_kernel(p, launch_l1); }), twin), what);
+    check_kernel(difference(under_all_schedules(what, [&] { return l1_by_kernel(p, v, half_w); }), twin), what);
 }
 
 static void test_l1() {
@@ -495,16 +549,17 @@ static void test_refusals() {
 }
 
 static void run(const char * name, void (*test)()) {
-    const int64_t before = cuda_shim::the_machine.launches;
+    const int64_t before = launches();
     worst_kernel = worst_twin = 0.0;
     test();
     std::printf("%-28s %5lld launches, kernel against twin %.1e, twin against the formula %.1e\n", name,
-                (long long) (cuda_shim::the_machine.launches - before), worst_kernel, worst_twin);
+                (long long) (launches() - before), worst_kernel, worst_twin);
     std::fflush(stdout);
 }
 
 int main() {
     run("attention", test_attention);
+    run("attention at size", test_attention_at_size);
     run("attention keeps NaNs", test_attention_keeps_nans);
     run("compaction", test_compaction);
     run("Gram norms", test_gram);

@@ -9,6 +9,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <unordered_map>
+#include <vector>
 
 // of the CUDA toolkit; only whether CUB is there depends on it
 #define CUDART_VERSION 13000
@@ -35,6 +37,25 @@ struct ggml_backend_cuda_device_context {
 
 struct ggml_backend_cuda_buffer_type_context {
     int device;
+};
+
+// What the backend remembers of a graph, to see whether the next computation can replay it.
+struct ggml_cuda_graph {
+    struct node_properties {
+        ggml_tensor node;
+        void *      node_src_data_ptrs[GGML_MAX_SRC];
+        int64_t     node_src_ne[GGML_MAX_SRC][GGML_MAX_DIMS];
+        size_t      node_src_nb[GGML_MAX_SRC][GGML_MAX_DIMS];
+    };
+
+    std::vector<node_properties> node_props;
+    uint64_t                     uid = 0;
+};
+
+struct ggml_backend_cuda_context {
+    std::unordered_map<const void *, ggml_cuda_graph> graphs;
+
+    ggml_cuda_graph * cuda_graph(const void * key) { return &graphs[key]; }
 };
 
 bool ggml_backend_buft_is_cuda(ggml_backend_buffer_type_t buft);

@@ -1,4 +1,4 @@
-"""Take the rules by which ggml's CUDA backend accepts an op out of its source.
+"""Take the rules by which ggml's CUDA backend accepts an op, and replays a graph, out of its source.
 
 CMake runs this while the tests are built: ``extract_rules.py LLAMA_CPP OUT`` copies the functions and macros listed
 in PIECES, as they stand in the unpacked (and patched) llama.cpp, to one file that an ordinary C++ compiler can read
@@ -83,6 +83,8 @@ PIECES: list[tuple[str, Callable[[str, str], str], str]] = [
     ("ggml-cuda.cu", block, "static bool ggml_backend_cuda_device_supports_buft("),
     ("ggml-cuda.cu", block, "static int64_t get_op_batch_size("),
     ("ggml-cuda.cu", block, "static bool ggml_backend_cuda_device_offload_op("),
+    ("ggml-cuda.cu", block, "static const void * ggml_cuda_graph_get_key("),
+    ("ggml-cuda.cu", block, "static bool ggml_cuda_graph_update_required("),
 ]  # fmt: skip
 
 

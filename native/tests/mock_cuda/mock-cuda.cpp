@@ -10,9 +10,10 @@
 
 static mock_cuda_traffic                     traffic;
 static std::map<ggml_op, int64_t>            nodes_by_op;
-static constexpr size_t                      ALIGNMENT      = 128;               // of CUDA's buffer type
-static constexpr size_t                      DEVICE_MEMORY  = (size_t) 8 << 30;  // what the device claims to have
-static constexpr const char * const          NAME           = "MockCUDA0";
+static constexpr size_t                      ALIGNMENT     = 128;               // of CUDA's buffer type
+static constexpr size_t                      DEVICE_MEMORY = (size_t) 8 << 30;  // what the device claims to have
+static constexpr const char * const          NAME          = "MockCUDA0";
+static ggml_backend_cuda_context             captured;
 static ggml_backend_cuda_device_context      device_context = { 0, 32 };
 static ggml_backend_cuda_buffer_type_context buft_context   = { 0 };
 
@@ -172,6 +173,7 @@ static ggml_status backend_compute(ggml_backend_t backend, ggml_cgraph * graph) 
             traffic.n_nodes += 1;
         }
     }
+    (cuda_replays(captured, graph) ? traffic.n_replayed : traffic.n_launched) += 1;
     const device_access access;
     return ggml_backend_graph_compute(worker_of(backend), graph);
 }

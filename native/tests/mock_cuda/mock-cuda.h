@@ -17,7 +17,9 @@ struct mock_cuda_traffic {
     int64_t bytes_down; /* device to host */
     int64_t n_up;       /* transfers */
     int64_t n_down;
-    int64_t n_nodes; /* that the device computed, views not counted */
+    int64_t n_nodes;    /* that the device computed, views not counted */
+    int64_t n_replayed; /* graphs that CUDA would have run as captured ones */
+    int64_t n_launched; /* graphs whose kernels it would have launched one by one */
 };
 
 extern "C" {

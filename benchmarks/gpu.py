@@ -1,0 +1,96 @@
+"""Prefill, eviction, decode and memory on a GPU against the full cache, on a random model in the shape of an 8B llama.
+
+    python benchmarks/gpu.py                      prompts of 4,096, 16,384 and 65,536 tokens, budget 1024
+    python benchmarks/gpu.py --layers 2 --gpu-layers 0 --tokens 1100    a rehearsal on the CPU
+
+Sides take turns, as in `pycriticalkv bench`; all of them are open at once and each holds the model, so the card needs
+about 35 GB for the longest prompt. The model is written to --folder, once. Device memory is what the backend says is in
+use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from random_model import Sizes, write_random_model
+
+from pycriticalkv import Llama
+from pycriticalkv._library import LIBRARY_FOLDER
+from pycriticalkv.evaluation import measure_speed, speed_rows
+from pycriticalkv.evaluation.speed import speed_table
+
+BUDGET = 1024
+MB = 1e6
+
+
+class Device:
+    """Memory of the first GPU, as ggml's backend reports it."""
+
+    def __init__(self) -> None:
+        self.ggml = ctypes.CDLL(str(LIBRARY_FOLDER / "libggml-base.so"))
+        registry = ctypes.CDLL(str(LIBRARY_FOLDER / "libggml.so"))
+        registry.ggml_backend_dev_by_type.restype = ctypes.c_void_p
+        self.ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
+        self.ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
+        gpu = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+        self.found = registry.ggml_backend_dev_by_type(gpu)
+
+    def name(self) -> str:
+        """The card's name, or that there is none."""
+        if not self.found:
+            return "no GPU"
+        return str(self.ggml.ggml_backend_dev_description(ctypes.c_void_p(self.found)).decode())
+
+    def used(self) -> float:
+        """MB in use."""
+        if not self.found:
+            return float("nan")
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self.ggml.ggml_backend_dev_memory(ctypes.c_void_p(self.found), ctypes.byref(free), ctypes.byref(total))
+        return (total.value - free.value) / MB
+
+
+def memory_rows(path: str, tokens: int, device: Device, **arguments: Any) -> None:
+    """Device memory of the stock cache and of a budget: with the model loaded and after the prompt."""
+    print("\n| | device MB: before | model loaded | after the prompt | kv_stats: bytes now, MB | at the peak |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, more in {"stock": {"flash_attn": True}, f"budget {BUDGET}": {"kv_budget": BUDGET}}.items():
+        before = device.used()
+        llm = Llama(path, n_ctx=tokens + 256, verbose=False, **arguments, **more)
+        loaded = device.used()
+        llm.eval([10 + i % 400 for i in range(tokens)])
+        llm.sample(temp=0.0)
+        after = device.used()
+        stats = llm.kv_stats() if "kv_budget" in more else None
+        now, peak = (stats.bytes_allocated / MB, stats.bytes_allocated_peak / MB) if stats else (float("nan"),) * 2
+        print(f"| {name} | {before:.0f} | {loaded:.0f} | {after:.0f} | {now:.1f} | {peak:.1f} |", flush=True)
+        llm.close()
+
+
+def main() -> None:
+    """Run as a program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the model is written")
+    parser.add_argument("--layers", type=int, default=Sizes.n_layer)
+    parser.add_argument("--gpu-layers", type=int, default=-1)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384, 65536])
+    parser.add_argument("--turns", type=int, default=5)
+    args = parser.parse_args()
+    device = Device()
+    path = args.folder / f"random-8b-{args.layers}-layers.gguf"
+    if not path.exists():
+        scratch = path.with_suffix(".part")
+        write_random_model(scratch, Sizes(n_layer=args.layers))
+        scratch.rename(path)
+    print(f"{device.name()}; {args.layers} layers of an 8B shape, Q4_0, f16 cache, budget {BUDGET}\n")
+    measured = measure_speed(str(path), args.tokens, [BUDGET], turns=args.turns, n_gpu_layers=args.gpu_layers)
+    print(speed_table(speed_rows(list(measured))), flush=True)
+    memory_rows(str(path), max(args.tokens), device, n_gpu_layers=args.gpu_layers)
+
+
+if __name__ == "__main__":
+    main()
