@@ -2,6 +2,7 @@
 
     python benchmarks/results.py eval.jsonl ...
     python benchmarks/results.py --windows window-16.jsonl window-32.jsonl
+    python benchmarks/results.py --together outcomes/stream-*.jsonl.gz      parts of one measurement
 
 Accuracy with its 95 % bootstrap interval, the full cache beside every policy, differences between policies in pairs:
 on the same sample, at the same length and budget. KL divergence from the full cache on text that follows, in nats.
@@ -11,6 +12,7 @@ With --windows: the same questions by two windows, the second minus the first.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -26,10 +28,24 @@ PAIRS = (("criticalkv", "snapkv"), ("critical-max", "snapkv"), ("critical-max", 
 
 
 def read(path: Path) -> tuple[str, list[Outcome], list[Continuation]]:
-    """Name of the model, its answers to tasks, and how text went on."""
-    header, *lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Name of the model, its answers to tasks, and how text went on. The file may be compressed (.gz)."""
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+        header, *lines = [json.loads(line) for line in file]
     outcomes = [Outcome(**line) for line in lines if "task" in line]
     return header["model"], outcomes, [Continuation(**line) for line in lines if "passage" in line]
+
+
+def together(
+    parts: list[tuple[str, list[Outcome], list[Continuation]]],
+) -> tuple[str, list[Outcome], list[Continuation]]:
+    """The parts as if they had been one file."""
+    names = {name for name, _, _ in parts}
+    if len(names) != 1:
+        raise SystemExit(f"the files are of several models: {', '.join(sorted(names))}")
+    outcomes = [outcome for _, some, _ in parts for outcome in some]
+    if len({outcome.key for outcome in outcomes}) != len(outcomes):
+        raise SystemExit("two files hold the same outcome")
+    return names.pop(), outcomes, [measured for _, _, some in parts for measured in some]
 
 
 def accuracy_table(cells: list[Cell]) -> str:
@@ -153,14 +169,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--windows", action="store_true", help="two files that differ in the window")
+    parser.add_argument("--together", action="store_true", help="the files are parts of one measurement")
     args = parser.parse_args()
     if args.windows:
         if len(args.files) != 2:
             parser.error("--windows: allowed are two files")
         print(window_table(*(read(path)[1] for path in args.files)))
         return
-    for path in args.files:
-        model, outcomes, measured = read(path)
+    parts = [read(path) for path in args.files]
+    if args.together:
+        parts = [together(parts)]
+    for model, outcomes, measured in parts:
         print(f"\n### {model}\n\n{accuracy_table(summarize(outcomes))}\n\n{difference_table(outcomes)}")
         if any(o.prefill != "full" for o in outcomes):
             print(f"\n{prefill_table(outcomes)}")
