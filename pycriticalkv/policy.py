@@ -8,10 +8,11 @@ from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
 
-SCORES = {"window": 0, "recency": 1, "random": 2}
+SCORES = {"window": 0, "recency": 1, "random": 2, "key-norm": 3, "keydiff": 4}
 AGGREGATES = {"mean": 0, "max": 1}
-VALUES = {"none": 0, "critical": 1}
+VALUES = {"none": 0, "critical": 1, "vatp": 2, "caote": 3}
 NORMS = {"gram": 0, "l2": 1, "l1": 2}
+HEADS = {"uniform": 0, "shared": 1}
 
 
 def _one_of(name: str, value: Any, known: dict[str, int]) -> None:
@@ -41,11 +42,18 @@ class KVPolicy:
 
     Attributes:
         score: What ranks an entry: ``"window"``, the attention of the last ``window`` queries (SnapKV, arXiv
-            2404.14469); ``"recency"``, its position (StreamingLLM, arXiv 2309.17453); ``"random"``, a seeded hash.
+            2404.14469); ``"recency"``, its position (StreamingLLM, arXiv 2309.17453); ``"random"``, a seeded hash;
+            ``"key-norm"``, minus the length of its key (arXiv 2406.11430); ``"keydiff"``, minus the cosine of its key
+            and the mean direction of all keys (KeyDiff, arXiv 2504.15364). The last four ask no query.
         aggregate: How the window's queries and the query heads of one KV head are combined: ``"mean"``, or ``"max"``
             with the mean over all entries as floor (DefensiveKV, arXiv 2510.13334).
         value: ``"critical"``: two stages, the second by attention times projected value norm (CriticalKV, arXiv
-            2502.03805); ``"none"``: attention alone. ``"critical"`` needs ``score="window"``.
+            2502.03805); ``"vatp"``: attention times the L1 norm of the value (VATP, arXiv 2406.12335); ``"caote"``:
+            A / (1 - A) times the distance of the value from the head's output, the mean attention of the window's
+            queries over all values (CAOTE, arXiv 2504.14051; the mean is ours); ``"none"``: the score alone. All but
+            ``"none"`` need ``score="window"`` and ``heads="uniform"``.
+        heads: ``"uniform"``: each KV head of a layer keeps as many entries as the others, of its own choice;
+            ``"shared"``: all of them keep the same ones, by the mean of their scores (TOVA, arXiv 2401.06104).
         norm: The norm of a value projected by W_O: ``"gram"`` (L2, one matrix per KV head), ``"l2"`` (per query
             head), ``"l1"`` (the paper's, slower: it unpacks W_O at every eviction).
         window: The last entries, always kept, whose queries observe; 1 to 256.
@@ -73,6 +81,7 @@ class KVPolicy:
     eps: float = 1e-4
     slack: int | None = None
     seed: int = 0
+    heads: str = "uniform"
 
     def __post_init__(self) -> None:
         """Check every setting."""
@@ -80,6 +89,7 @@ class KVPolicy:
         _one_of("aggregate", self.aggregate, AGGREGATES)
         _one_of("value", self.value, VALUES)
         _one_of("norm", self.norm, NORMS)
+        _one_of("heads", self.heads, HEADS)
         _integer("window", self.window, 1, 256)
         _integer("sinks", self.sinks, 0, 4096)
         _integer("pool", self.pool, 1, 63)
@@ -90,8 +100,10 @@ class KVPolicy:
         if self.slack is not None:
             _integer("slack", self.slack, 1, 2**30)
         _integer("seed", self.seed, 0, 2**64 - 1)
-        if self.value == "critical" and self.score != "window":
-            raise ValueError(f'value="critical" needs score="window", not score={self.score!r}')
+        if self.value != "none" and self.score != "window":
+            raise ValueError(f'value={self.value!r} needs score="window", not score={self.score!r}')
+        if self.value != "none" and self.heads != "uniform":
+            raise ValueError(f'value={self.value!r} needs heads="uniform", not heads={self.heads!r}')
 
     @property
     def least_budget(self) -> int:
@@ -109,6 +121,11 @@ PRESETS: dict[str, KVPolicy] = {
     "snapkv": KVPolicy(aggregate="mean", value="none"),
     "streamingllm": KVPolicy(score="recency", value="none"),
     "random": KVPolicy(score="random", value="none"),
+    "vatp": KVPolicy(aggregate="mean", value="vatp"),
+    "caote": KVPolicy(aggregate="mean", value="caote"),
+    "tova": KVPolicy(aggregate="mean", value="none", heads="shared", window=1, pool=1),
+    "knorm": KVPolicy(score="key-norm", value="none"),
+    "keydiff": KVPolicy(score="keydiff", value="none"),
 }
 DEFAULT_PRESET = "critical-max"
 LEAST_SHARE = 64  # entries: a share of a short prompt is never less

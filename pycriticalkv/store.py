@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pycriticalkv._native import ffi, lib
-from pycriticalkv.policy import AGGREGATES, NORMS, SCORES, VALUES, Budget, KVPolicy
+from pycriticalkv.policy import AGGREGATES, HEADS, NORMS, SCORES, VALUES, Budget, KVPolicy
 
 ERROR_TYPES: dict[int, type[Exception]] = {
     lib.CRITICALKV_ERR_ARGUMENT: ValueError,
@@ -46,6 +46,7 @@ def make_params(policy: KVPolicy, budget: int, slack: int) -> Any:
     params.aggregate = AGGREGATES[policy.aggregate]
     params.value = VALUES[policy.value]
     params.norm = NORMS[policy.norm]
+    params.heads = HEADS[policy.heads]
     params.alpha = policy.alpha
     params.eps = policy.eps
     params.seed = policy.seed
@@ -68,8 +69,8 @@ def select_entries(
         policy: What to keep.
         budget: Entries to keep, window and sinks included.
         positions: [n] original positions, ascending.
-        attn: [n - window] attention scores, for ``score="window"``.
-        norm: [n - window] value norms, for ``value="critical"``.
+        attn: [n - window] scores: attention for ``score="window"``, of the keys for ``"key-norm"`` and ``"keydiff"``.
+        norm: [n - window] what values weigh, for every ``value`` but ``"none"``.
         il: Layer, which ``score="random"`` depends on.
         head: KV head, likewise.
 

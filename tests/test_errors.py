@@ -52,12 +52,15 @@ def test_unknown_policy_lists_the_known(tiny, load):
         ({"alpha": 1.5}, ValueError), ({"alpha": float("nan")}, ValueError), ({"alpha": "half"}, TypeError),
         ({"eps": -1e-9}, ValueError), ({"eps": float("inf")}, ValueError), ({"slack": 0}, ValueError),
         ({"norm": "L1"}, ValueError), ({"norm": None}, TypeError), ({"score": "attention"}, ValueError),
-        ({"aggregate": "sum"}, ValueError), ({"value": "vatp"}, ValueError), ({"seed": -1}, ValueError),
-        ({"score": "random"}, ValueError),
+        ({"aggregate": "sum"}, ValueError), ({"value": "obcache"}, ValueError), ({"seed": -1}, ValueError),
+        ({"heads": "adaptive"}, ValueError),
+        ({"score": "random"}, ValueError), ({"score": "keydiff"}, ValueError), ({"heads": "shared"}, ValueError),
     ],
 )  # fmt: skip
 def test_bad_policies_name_the_setting(arguments, error):
-    name = "value" if arguments == {"score": "random"} else next(iter(arguments))
+    # the default value, "critical", goes with neither
+    with_values = ({"score": "random"}, {"score": "keydiff"}, {"heads": "shared"})
+    name = "value" if arguments in with_values else next(iter(arguments))
     with pytest.raises(error, match=name):
         KVPolicy(**arguments)
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import fail_allocations, greedy, kept, last_logits, stop_at
 from test_families import FAMILIES
 
-from pycriticalkv import KVPolicy, llama_cpp
+from pycriticalkv import PRESETS, KVPolicy, llama_cpp
 from pycriticalkv.store import last_error
 
 UBATCH = 32
@@ -68,7 +68,7 @@ def test_exact_equals_full(model, both, tokens, arch, kind):
     assert (exact.prefill, full.prefill) == ("exact", "full")
 
 
-@pytest.mark.parametrize("policy", ["criticalkv", "snapkv", "streamingllm", "random", KVPolicy(norm="l2", window=32)])
+@pytest.mark.parametrize("policy", [*PRESETS, KVPolicy(norm="l2", window=32)])
 def test_every_policy(tiny, both, tokens, policy):
     read_and_go_on(both(tiny, kv_policy=policy), tokens)
 

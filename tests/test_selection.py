@@ -37,10 +37,10 @@ def cases(draw):
 
 
 def preset(name, **settings):
-    return KVPolicy(**{**{f: getattr(PRESETS[name], f) for f in ("score", "aggregate", "value")}, **settings})
+    return KVPolicy(**{**{f: getattr(PRESETS[name], f) for f in ("score", "aggregate", "value", "heads")}, **settings})
 
 
-@given(cases(), st.sampled_from(["critical-max", "criticalkv", "snapkv", "streamingllm"]))
+@given(cases(), st.sampled_from([name for name in PRESETS if name != "random"]))
 @settings(max_examples=600, deadline=None)
 def test_same_as_brute_force(case, name):
     policy = preset(name, **case["policy"])

@@ -44,9 +44,11 @@ enum criticalkv_status {
 
 /* What ranks an entry. */
 enum criticalkv_score {
-    CRITICALKV_SCORE_WINDOW  = 0, /* attention of the last `window` queries (SnapKV, arXiv 2404.14469) */
-    CRITICALKV_SCORE_RECENCY = 1, /* position: the most recent stay (StreamingLLM, arXiv 2309.17453) */
-    CRITICALKV_SCORE_RANDOM  = 2, /* a hash of seed, layer, head and position */
+    CRITICALKV_SCORE_WINDOW   = 0, /* attention of the last `window` queries (SnapKV, arXiv 2404.14469) */
+    CRITICALKV_SCORE_RECENCY  = 1, /* position: the most recent stay (StreamingLLM, arXiv 2309.17453) */
+    CRITICALKV_SCORE_RANDOM   = 2, /* a hash of seed, layer, head and position */
+    CRITICALKV_SCORE_KEY_NORM = 3, /* -|k|_2: short keys stay (arXiv 2406.11430) */
+    CRITICALKV_SCORE_KEYDIFF  = 4, /* -cos(k, mean of all k / |k|): unusual keys stay (KeyDiff, arXiv 2504.15364) */
 };
 
 /* How the window's queries and the query heads of one KV head are combined. */
@@ -59,6 +61,9 @@ enum criticalkv_aggregate {
 enum criticalkv_value {
     CRITICALKV_VALUE_NONE     = 0, /* not at all */
     CRITICALKV_VALUE_CRITICAL = 1, /* two stages with the projected value norm (arXiv 2502.03805, algorithm 1) */
+    CRITICALKV_VALUE_VATP     = 2, /* A |v|_1 (VATP, arXiv 2406.12335) */
+    CRITICALKV_VALUE_CAOTE    = 3, /* A / (1 - A) |o - v|_2, o the head's output: mean attention times values
+                                      (CAOTE, arXiv 2504.14051) */
 };
 
 /* The norm of a value projected by W_O. W_h is the block of W_O of query head h; means run over the KV head's group. */
@@ -66,6 +71,12 @@ enum criticalkv_norm {
     CRITICALKV_NORM_GRAM = 0, /* sqrt(mean_h |v W_h|_2^2), through one d x d Gram matrix per KV head */
     CRITICALKV_NORM_L2   = 1, /* mean_h |v W_h|_2, one Gram matrix per query head */
     CRITICALKV_NORM_L1   = 2, /* mean_h |v W_h|_1, the paper's */
+};
+
+/* How the KV heads of a layer share the budget. */
+enum criticalkv_heads {
+    CRITICALKV_HEADS_UNIFORM = 0, /* each head the same number, of its own choice */
+    CRITICALKV_HEADS_SHARED  = 1, /* all heads the same entries, by the mean of their scores (TOVA, arXiv 2401.06104) */
 };
 
 struct criticalkv_params {
@@ -78,6 +89,7 @@ struct criticalkv_params {
     int32_t  aggregate; /* enum criticalkv_aggregate */
     int32_t  value;     /* enum criticalkv_value */
     int32_t  norm;      /* enum criticalkv_norm */
+    int32_t  heads;     /* enum criticalkv_heads */
     double   alpha;     /* share of the free budget that stage 1 takes, 0..1 */
     double   eps;       /* added to the attention in stage 2 (mean aggregate only), >= 0 */
     uint64_t seed;      /* of CRITICALKV_SCORE_RANDOM */

@@ -201,10 +201,10 @@ int32_t criticalkv_select(const criticalkv_params * params, int32_t budget, int3
         require_pointer(pos, "pos");
         require_pointer(out, "out");
         criticalkv::check_params(*params);
-        if (params->score == CRITICALKV_SCORE_WINDOW) {
+        if (criticalkv::reads_cache(*params)) {
             require_pointer(attn, "attn");
         }
-        if (params->value == CRITICALKV_VALUE_CRITICAL) {
+        if (params->value != CRITICALKV_VALUE_NONE) {
             require_pointer(norm, "norm");
         }
         const std::vector<int32_t> idx = criticalkv::select_entries(*params, budget, { il, head, n, pos, attn, norm });

@@ -31,8 +31,12 @@ ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
     return c;
 }
 
-static ggml_tensor * to_f32(ggml_context * ctx, ggml_tensor * x) {
+ggml_tensor * to_f32(ggml_context * ctx, ggml_tensor * x) {
     return x->type == GGML_TYPE_F32 ? ggml_cont(ctx, x) : ggml_cast(ctx, x, GGML_TYPE_F32);
+}
+
+ggml_tensor * root_of_squares(ggml_context * ctx, ggml_tensor * x) {
+    return ggml_sqrt(ctx, ggml_reshape_2d(ctx, ggml_sum_rows(ctx, ggml_mul(ctx, x, x)), x->ne[1], x->ne[2]));
 }
 
 // ---- W_O -------------------------------------------------------------------------------------------------------------

@@ -45,5 +45,9 @@ ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, cons
 // themselves would round the other side too.
 ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_range & of);
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b);
+ggml_tensor * to_f32(ggml_context * ctx, ggml_tensor * x);  // contiguous
+
+// |x|_2 along dim 0 of x [d, n, heads], f32 and contiguous: [n, heads].
+ggml_tensor * root_of_squares(ggml_context * ctx, ggml_tensor * x);
 
 }  // namespace criticalkv

@@ -25,6 +25,10 @@ int32_t least_budget(const criticalkv_params & params) {
     return params.window + params.sinks + 1;
 }
 
+bool reads_cache(const criticalkv_params & params) {
+    return params.score != CRITICALKV_SCORE_RECENCY && params.score != CRITICALKV_SCORE_RANDOM;
+}
+
 void check_params(const criticalkv_params & p) {
     require(p.window >= 1 && p.window <= 256, "window", p.window, "1 to 256");
     require(p.sinks >= 0 && p.sinks <= 4096, "sinks", p.sinks, "0 to 4096");
@@ -32,11 +36,14 @@ void check_params(const criticalkv_params & p) {
     require(p.slack >= 1, "slack", p.slack, "at least 1");
     require(p.alpha >= 0.0 && p.alpha <= 1.0, "alpha", p.alpha, "0 to 1");
     require(p.eps >= 0.0 && std::isfinite(p.eps), "eps", p.eps, "finite, at least 0");
-    require(p.score >= CRITICALKV_SCORE_WINDOW && p.score <= CRITICALKV_SCORE_RANDOM, "score", p.score, "0 to 2");
+    require(p.score >= CRITICALKV_SCORE_WINDOW && p.score <= CRITICALKV_SCORE_KEYDIFF, "score", p.score, "0 to 4");
     require(p.aggregate >= CRITICALKV_AGGREGATE_MEAN && p.aggregate <= CRITICALKV_AGGREGATE_MAX, "aggregate",
             p.aggregate, "0 or 1");
-    require(p.value >= CRITICALKV_VALUE_NONE && p.value <= CRITICALKV_VALUE_CRITICAL, "value", p.value, "0 or 1");
+    require(p.value >= CRITICALKV_VALUE_NONE && p.value <= CRITICALKV_VALUE_CAOTE, "value", p.value, "0 to 3");
     require(p.norm >= CRITICALKV_NORM_GRAM && p.norm <= CRITICALKV_NORM_L1, "norm", p.norm, "0 to 2");
+    require(p.heads >= CRITICALKV_HEADS_UNIFORM && p.heads <= CRITICALKV_HEADS_SHARED, "heads", p.heads, "0 or 1");
+    require(p.value == CRITICALKV_VALUE_NONE || p.heads == CRITICALKV_HEADS_UNIFORM, "value", p.value,
+            "0 where heads share their entries");
     require(p.value == CRITICALKV_VALUE_NONE || p.score == CRITICALKV_SCORE_WINDOW, "value", p.value,
             "0 unless the score is window attention");
     require(p.budget == 0 || p.budget >= least_budget(p), "budget", p.budget, "0, or at least window + sinks + 1");
@@ -65,6 +72,7 @@ criticalkv_params criticalkv_params_default(void) {
     p.aggregate = CRITICALKV_AGGREGATE_MAX;
     p.value     = CRITICALKV_VALUE_CRITICAL;
     p.norm      = CRITICALKV_NORM_GRAM;
+    p.heads     = CRITICALKV_HEADS_UNIFORM;
     p.alpha     = 0.5;
     p.eps       = 1e-4;
     p.seed      = 0;

@@ -11,6 +11,9 @@ void check_params(const criticalkv_params & params);
 // Least budget that leaves one entry to choose.
 int32_t least_budget(const criticalkv_params & params);
 
+// Whether scores come from keys (and queries); the others are made of positions alone.
+bool reads_cache(const criticalkv_params & params);
+
 // Whether the next context of this thread gets a store: its cache then leaves the memory of K and V to the store.
 bool store_is_prepared();
 

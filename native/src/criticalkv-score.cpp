@@ -1,4 +1,4 @@
-// Scoring: observed attention and projected value norms of one layer, in ggml graphs on the backend that holds the cache.
+// Scoring of one layer, in ggml graphs on the backend that holds the cache: observed attention, and what keys and values say.
 //
 // Built from standard ggml ops, a block of heads per graph: several KV heads whole while they are short, or some query
 // heads of one. The largest tensors are n x MAX_ROWS floats, whatever the window and the number of heads, and three of
@@ -7,8 +7,10 @@
 #include "criticalkv-error.h"
 #include "criticalkv-fused.h"
 #include "criticalkv-graph.h"
+#include "criticalkv-keys.h"
 #include "criticalkv-norms.h"
 #include "criticalkv-store.h"
+#include "criticalkv-values.h"
 #include "llama-adapter.h"
 #include "llama-kv-cells.h"
 
@@ -29,7 +31,7 @@ struct head_block {
     int64_t group;
 };
 
-// What the graphs of one layer share.
+// What the graphs of one layer share: who observes what.
 struct observation {
     ggml_tensor *        queries;   // [n_embd_k * n_head, ring]
     int64_t              n;         // entries
@@ -185,7 +187,31 @@ std::vector<lora_part> store::loras_of(const llama_context & lctx, const layer &
     return parts;
 }
 
-layer_scores store::compute_scores(llama_context & lctx, layer & l) {
+// What each head's window sees of all n entries, without pool: [n_head_kv][n].
+static std::vector<float> mean_attention(llama_context & lctx, criticalkv_params params, const layer & l,
+                                         observation o) {
+    params.aggregate = CRITICALKV_AGGREGATE_MEAN;
+    params.pool      = 1;
+    o.n_before       = o.n;
+    std::vector<float> attn(l.info.n_head_kv * o.n);
+    attention_scores(lctx, params, l, o, attn.data());
+    return attn;
+}
+
+// Every row becomes the mean of the rows [n_rows][n].
+static void share_rows(std::vector<float> & rows, int64_t n_rows, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) {
+        double sum = 0.0;
+        for (int64_t r = 0; r < n_rows; ++r) {
+            sum += rows[r * n + i];
+        }
+        for (int64_t r = 0; r < n_rows; ++r) {
+            rows[r * n + i] = (float) (sum / (double) n_rows);
+        }
+    }
+}
+
+observation store::observe(const layer & l) const {
     const bool                 peeked  = !seen_by.pos.empty();
     const std::vector<int32_t> queries = peeked ? seen_by.pos : window_queries();
     observation                o       = {};
@@ -193,10 +219,6 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
     o.n                                = n_entries();
     o.n_before                         = o.n - params.window;
     o.m                                = (int64_t) queries.size();
-    if (o.n_before < 1) {
-        throw error(CRITICALKV_ERR_STATE, "no entries before the window: " + std::to_string(o.n) + " entries, window " +
-                                              std::to_string(params.window));
-    }
     if (o.m == 0) {
         throw error(CRITICALKV_ERR_STATE, "the queries of the last positions are not known; evaluate a token first");
     }
@@ -207,16 +229,44 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
             o.mask[t * o.n + i] = cells().pos_get((uint32_t) i) <= queries[t] ? 0.0f : -INFINITY;
         }
     }
+    return o;
+}
 
-    const bool  with_norm = params.value == CRITICALKV_VALUE_CRITICAL;
-    unpacked_wo wo        = with_norm ? prepare_norms(lctx, params, l, loras_of(lctx, l)) : unpacked_wo();
+void store::weigh_values(llama_context & lctx, layer & l, const observation & o, float * out) {
+    switch (params.value) {
+        case CRITICALKV_VALUE_CRITICAL: {
+            const unpacked_wo wo = prepare_norms(lctx, params, l, loras_of(lctx, l));
+            value_norms(lctx, params, l, wo, o.n_before, out);
+            return;
+        }
+        case CRITICALKV_VALUE_VATP:
+            plain_value_norms(lctx, l, o.n_before, out);
+            return;
+        case CRITICALKV_VALUE_CAOTE:
+            output_distances(lctx, l, mean_attention(lctx, params, l, o), o.n, o.n_before, out);
+            return;
+    }
+}
 
-    layer_scores out;
-    out.attn.resize((size_t) (l.info.n_head_kv * o.n_before));
+layer_scores store::compute_scores(llama_context & lctx, layer & l) {
+    layer_scores  out;
+    const int64_t n        = n_entries();
+    const int64_t n_before = n - params.window;
+    if (n_before < 1) {
+        throw error(CRITICALKV_ERR_STATE, "no entries before the window: " + std::to_string(n) + " entries, window " +
+                                              std::to_string(params.window));
+    }
+    out.attn.resize((size_t) (l.info.n_head_kv * n_before));
     out.norm.resize(out.attn.size(), 0.0f);
-    attention_scores(lctx, params, l, o, out.attn.data());
-    if (with_norm) {
-        value_norms(lctx, params, l, wo, o.n_before, out.norm.data());
+    if (params.score == CRITICALKV_SCORE_KEY_NORM || params.score == CRITICALKV_SCORE_KEYDIFF) {
+        key_scores(lctx, params.score, l, n, n_before, out.attn.data());
+    } else {
+        const observation o = observe(l);
+        attention_scores(lctx, params, l, o, out.attn.data());
+        weigh_values(lctx, l, o, out.norm.data());
+    }
+    if (params.heads == CRITICALKV_HEADS_SHARED) {
+        share_rows(out.attn, l.info.n_head_kv, n_before);
     }
     check_finite(out.attn, l.il);
     check_finite(out.norm, l.il);

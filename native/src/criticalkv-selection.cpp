@@ -51,12 +51,26 @@ static std::vector<double> first_scores(const criticalkv_params & params, const 
     if (params.score == CRITICALKV_SCORE_WINDOW) {
         return attention_scores(params, e, n_before);
     }
+    if (reads_cache(params)) {
+        return { e.attn, e.attn + n_before };
+    }
     std::vector<double> score(n_before);
     for (int32_t i = 0; i < n_before; ++i) {
         score[i] =
             params.score == CRITICALKV_SCORE_RECENCY ? e.pos[i] : random_score(params.seed, e.il, e.head, e.pos[i]);
     }
     return score;
+}
+
+// Scores that weigh values in one stage. With one entry holding all attention, 1 - A is what rounding leaves of it.
+static void weigh_values(const criticalkv_params & params, const head_entries & e, std::vector<double> & score) {
+    constexpr double LEAST_REST = 0x1p-24;
+    for (size_t i = 0; i < score.size(); ++i) {
+        if (params.value == CRITICALKV_VALUE_CAOTE) {
+            score[i] /= std::max(1.0 - score[i], LEAST_REST);
+        }
+        score[i] *= (double) e.norm[i];
+    }
 }
 
 std::vector<int32_t> select_entries(const criticalkv_params & params, int32_t budget, const head_entries & e) {
@@ -78,9 +92,12 @@ std::vector<int32_t> select_entries(const criticalkv_params & params, int32_t bu
     std::iota(idx.begin(), idx.end(), n_sinks);
 
     // Stage 1 takes by attention alone; without values it takes all (CriticalKV, arXiv 2502.03805, algorithm 1).
-    std::vector<double> score   = first_scores(params, e, n_before);
-    const bool          staged  = params.value == CRITICALKV_VALUE_CRITICAL;
-    const size_t        n_first = staged ? (size_t) std::floor(params.alpha * (double) n_choose) : n_choose;
+    std::vector<double> score  = first_scores(params, e, n_before);
+    const bool          staged = params.value == CRITICALKV_VALUE_CRITICAL;
+    if (params.value != CRITICALKV_VALUE_NONE && !staged) {
+        weigh_values(params, e, score);
+    }
+    const size_t n_first = staged ? (size_t) std::floor(params.alpha * (double) n_choose) : n_choose;
     rank_best(idx, 0, n_first, score);
 
     if (staged) {

@@ -13,8 +13,8 @@ struct head_entries {
     int32_t         head;  // KV head
     int32_t         n;     // entries
     const int32_t * pos;   // [n] original positions, ascending
-    const float *   attn;  // [n - window] aggregated attention of the entries before the window; nullptr if unused
-    const float *   norm;  // [n - window] projected value norms; nullptr if unused
+    const float *   attn;  // [n - window] scores of the entries before the window, as layer_scores; nullptr if unused
+    const float *   norm;  // [n - window] what their values weigh; nullptr if unused
 };
 
 // Indices of the entries to keep, ascending, min(n, budget) of them. Protected entries (the window and the sinks) always

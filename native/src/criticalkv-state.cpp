@@ -38,6 +38,7 @@ state_header store::make_header() const {
     h.params.aggregate = params.aggregate;
     h.params.value     = params.value;
     h.params.norm      = params.norm;
+    h.params.heads     = params.heads;
     h.params.alpha     = params.alpha;
     h.params.eps       = params.eps;
     h.params.seed      = params.seed;

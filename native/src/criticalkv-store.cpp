@@ -441,7 +441,7 @@ head_lists store::choose_layer(llama_context & lctx, layer & l, int32_t new_budg
     const int32_t n_before = n - params.window;
     const int64_t t0       = ggml_time_us();
     layer_scores  scored;
-    if (params.score == CRITICALKV_SCORE_WINDOW) {
+    if (reads_cache(params)) {
         scored = compute_scores(lctx, l);
     }
     const int64_t t1 = ggml_time_us();

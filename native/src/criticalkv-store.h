@@ -92,10 +92,11 @@ kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t 
 
 // Scores of one layer: [n_head_kv][n - window], row by row.
 struct layer_scores {
-    std::vector<float> attn;
-    std::vector<float> norm;
+    std::vector<float> attn;  // aggregated attention of the window's queries, or what the keys say
+    std::vector<float> norm;  // projected value norms, |v|_1 (VATP) or |o - v|_2 (CAOTE)
 };
 
+struct observation;  // (criticalkv-score.cpp)
 struct slots_snapshot;
 
 // A ring of queries like that of a layer, where its cache is.
@@ -286,6 +287,8 @@ class store {
     void                   expect_buffer_sizes(llama_context & lctx);
 
     std::vector<lora_part> loras_of(const llama_context & lctx, const layer & l) const;
+    observation            observe(const layer & l) const;
+    void                   weigh_values(llama_context & lctx, layer & l, const observation & o, float * out);
     layer_scores           compute_scores(llama_context & lctx, layer & l);
     head_lists             positions_of(const layer & l, const head_lists & keep) const;
     head_lists             choose_layer(llama_context & lctx, layer & l, int32_t budget);

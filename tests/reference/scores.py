@@ -104,6 +104,36 @@ def aggregate_max(attention: ArrayLike, n_window: int, pool: int = 5, *, n_head_
     return _f64(_grouped(pooled, n_head_kv).max(axis=(1, 2)))
 
 
+def key_norm(k: ArrayLike) -> Array:
+    """Minus the Euclidean norm of each key (arXiv 2406.11430) -> [H_kv, n]. k [n, H_kv, d] as cached, after RoPE."""
+    return _f64(-np.linalg.norm(_f64(k), axis=-1).T)
+
+
+def keydiff(k: ArrayLike) -> Array:
+    """KeyDiff (arXiv 2504.15364): minus the cosine of each key and the mean of all normalised keys -> [H_kv, n]."""
+    k = _f64(k)
+    directions = k / np.linalg.norm(k, axis=-1, keepdims=True)
+    anchor = directions.mean(axis=0)
+    return _f64(-np.einsum("nkd,kd->kn", directions, anchor / np.linalg.norm(anchor, axis=-1, keepdims=True)))
+
+
+def value_l1(v: ArrayLike) -> Array:
+    """VATP (arXiv 2406.12335): the L1 norm of each value -> [H_kv, n]. v [n, H_kv, d]."""
+    return _f64(np.abs(_f64(v)).sum(axis=-1).T)
+
+
+def output_distance(attention: ArrayLike, v: ArrayLike) -> Array:
+    """CAOTE (arXiv 2504.14051): the Euclidean distance of each value from the head's output -> [H_kv, n].
+
+    attention P [H_q, m, n] of all n entries. The output is the mean over the m queries and the query heads of a KV
+    head: the paper has one query, the last; the mean is ours.
+    """
+    v = _f64(v)
+    weights = _grouped(_f64(attention).mean(axis=1), v.shape[1]).mean(axis=1)  # [H_kv, n]
+    output = np.einsum("kn,nkd->kd", weights, v)
+    return _f64(np.linalg.norm(v - output, axis=-1).T)
+
+
 def _projected(v: ArrayLike, wo: ArrayLike) -> Array:
     """Each value through the output projection of each query head that reads it -> [H_kv, g, n, D].
 

@@ -1,7 +1,8 @@
 """Brute-force selection for one KV head of one layer: plain Python, exact and slow.
 
 The methods are SnapKV (arXiv 2404.14469), CriticalKV (arXiv 2502.03805), its variant on maximum scores with a floor
-(after DefensiveKV, arXiv 2510.13334), StreamingLLM and random scores.
+(after DefensiveKV, arXiv 2510.13334), VATP (arXiv 2406.12335), CAOTE (arXiv 2504.14051), StreamingLLM, and methods that
+rank by a score alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-METHODS = ("critical-max", "criticalkv", "random", "snapkv", "streamingllm")
+SCORED = ("keydiff", "knorm", "random", "snapkv", "tova")  # by the numbers in attn alone
+METHODS = (*SCORED, "caote", "critical-max", "criticalkv", "streamingllm", "vatp")
 
 Score = Callable[[int], float]
 
@@ -68,10 +70,14 @@ def _choose(method: str, candidates: list[int], room: int, scores: Scores, *, al
     if method == "streamingllm":
         return _top(candidates, room, float)
     attn, norm = scores.attn, scores.norm
-    if method in ("snapkv", "random"):
+    if method in SCORED:
         return _top(candidates, room, lambda i: attn[i])
     if norm is None:
         raise ValueError(f"{method} needs norm")
+    if method == "vatp":
+        return _top(candidates, room, lambda i: attn[i] * norm[i])
+    if method == "caote":
+        return _top(candidates, room, lambda i: attn[i] / max(1.0 - attn[i], 2.0**-24) * norm[i])
     if method == "critical-max":
         attn, eps = _floored(attn), 0.0
     n_first = math.floor(alpha * room)
