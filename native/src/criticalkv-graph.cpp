@@ -17,7 +17,11 @@ graph::graph(size_t max_nodes) {
 }
 
 ggml_tensor * graph::input(ggml_type type, int64_t ne0, int64_t ne1, const void * data) {
-    ggml_tensor * t = ggml_new_tensor_2d(context.get(), type, ne0, ne1);
+    return input(type, ne0, ne1, 1, data);
+}
+
+ggml_tensor * graph::input(ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, const void * data) {
+    ggml_tensor * t = ggml_new_tensor_3d(context.get(), type, ne0, ne1, ne2);
     ggml_set_input(t);
     inputs.push_back({ t, data });
     return t;

@@ -21,6 +21,7 @@ class graph {
     explicit graph(size_t max_nodes);
 
     ggml_tensor * input(ggml_type type, int64_t ne0, int64_t ne1, const void * data);
+    ggml_tensor * input(ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, const void * data);
     void          output(ggml_tensor * t);
 
     // I32 [n, times]: 0, 1, ... n - 1, so many times.

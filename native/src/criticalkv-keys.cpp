@@ -21,7 +21,7 @@ static ggml_tensor * unlikeness(graph & gr, ggml_tensor * k, const std::vector<f
     const int64_t  n          = k->ne[1];
     const int64_t  heads      = k->ne[2];
     ggml_tensor *  directions = ggml_l2_norm(ctx, k, TINY);
-    ggml_tensor *  share      = ggml_reshape_3d(ctx, gr.input(GGML_TYPE_F32, n, heads, shares.data()), n, 1, heads);
+    ggml_tensor *  share      = gr.input(GGML_TYPE_F32, n, 1, heads, shares.data());
     ggml_tensor *  turned     = ggml_cont(ctx, ggml_transpose(ctx, directions));  // [n, d, heads]
     // [d, 1, heads] after turning back; its length does not matter, its direction does
     ggml_tensor * mean    = ggml_reshape_3d(ctx, matmul(ctx, turned, share), k->ne[0], 1, heads);

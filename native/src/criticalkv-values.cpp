@@ -54,9 +54,9 @@ void output_distances(llama_context & lctx, const layer & l, const std::vector<f
         graph          gr(MAX_NODES);
         ggml_context * ctx    = gr.ctx();
         ggml_tensor *  v      = values(gr, l, { head, heads, 0, n });
-        ggml_tensor *  weight = gr.input(GGML_TYPE_F32, n, heads, attn.data() + head * n);
+        ggml_tensor *  weight = gr.input(GGML_TYPE_F32, n, 1, heads, attn.data() + head * n);
         ggml_tensor *  turned = ggml_cont(ctx, ggml_transpose(ctx, v));  // [n, d, heads]
-        ggml_tensor *  o      = matmul(ctx, turned, ggml_reshape_3d(ctx, weight, n, 1, heads));
+        ggml_tensor *  o      = matmul(ctx, turned, weight);
         ggml_tensor *  apart  = ggml_sub(ctx, v, ggml_reshape_3d(ctx, o, d, 1, heads));
         ggml_tensor *  far    = root_of_squares(ctx, apart);
         gr.output(far);
