@@ -9,7 +9,7 @@
 #                                               device, the benchmark small and on the CPU; what is left out is said
 #
 # Ends with 0 if no step failed, with 1 if one did, and with 77 if there is no GPU.
-# PYTHON names another interpreter than .venv/bin/python, BUILD another build folder, SCRATCH where the 4.3 GB model goes.
+# PYTHON names another interpreter than .venv/bin/python, BUILD another build folder, SCRATCH where the 4.1 GB model goes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -60,7 +60,7 @@ step() { # name, limit, command...
     SUMMARY+=("| $name | $result | $((SECONDS - from)) s |")
 }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep GPU >/dev/null; }
 
 on_device() { # the checks that need a GPU
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv

@@ -44,7 +44,7 @@ def random_matrix(random: np.random.Generator, n_out: int, n_in: int) -> NDArray
 
 
 def write_random_model(path: Path, sizes: Sizes, seed: int = 0) -> Path:
-    """Write the model, 4.3 GB with the default sizes."""
+    """Write the model, 4.1 GB with the default sizes."""
     random = np.random.default_rng(seed)
     writer = gguf.GGUFWriter(str(path), "llama")
     head = sizes.n_embd // sizes.n_head

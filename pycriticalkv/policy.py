@@ -102,6 +102,8 @@ class KVPolicy:
         _integer("seed", self.seed, 0, 2**64 - 1)
         if self.value != "none" and self.score != "window":
             raise ValueError(f'value={self.value!r} needs score="window", not score={self.score!r}')
+        if self.heads == "shared" and self.score == "random":
+            raise ValueError('heads="shared" does not go with score="random", which draws for each head')
         if self.value != "none" and self.heads != "uniform":
             raise ValueError(f'value={self.value!r} needs heads="uniform", not heads={self.heads!r}')
 

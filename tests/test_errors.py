@@ -55,6 +55,7 @@ def test_unknown_policy_lists_the_known(tiny, load):
         ({"aggregate": "sum"}, ValueError), ({"value": "obcache"}, ValueError), ({"seed": -1}, ValueError),
         ({"heads": "adaptive"}, ValueError),
         ({"score": "random"}, ValueError), ({"score": "keydiff"}, ValueError), ({"heads": "shared"}, ValueError),
+        ({"heads": "shared", "score": "random", "value": "none"}, ValueError),
     ],
 )  # fmt: skip
 def test_bad_policies_name_the_setting(arguments, error):
