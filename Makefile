@@ -21,7 +21,7 @@ ASAN_ARGS   := $(NATIVE_ARGS) -DPYCRITICALKV_SANITIZE=ON
 
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE THIRD_PARTY_NOTICES.md \
            $(sort $(shell find native pycriticalkv -type f ! -name '*.pyc'))
-CXX_FILES = $(sort $(shell find native benchmarks -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'))
+CXX_FILES = $(sort $(shell find native -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh'))
 
 # Python itself is not instrumented, so the runtimes have to be there before it loads our libraries; libstdc++ too, or
 # the sanitizer cannot find the functions behind C++ exceptions.
@@ -98,7 +98,8 @@ test-asan: $(ASAN_VENV)/.installed
 	LD_PRELOAD="$(RUNTIMES)" $(SAN_OPTIONS) PYTHONMALLOC=malloc PYCRITICALKV_NATIVE_TESTS=build/asan/native-tests \
 	    $(ASAN_VENV)/bin/pytest --capture=sys $(PYTEST_ARGS)
 
-# Registers, spills and shared memory of our CUDA kernels. Needs nvcc and no GPU; status 77 means there is no nvcc.
+# Registers, spills and shared memory of our CUDA kernels, and whether ggml's CUDA backend can call them. Needs nvcc, no GPU,
+# and the pinned source of llama.cpp; status 77 means there is no nvcc.
 cuda-report:
 	@$(PYTHON) native/cuda/report.py --ggml build/cuda-report || [ $$? -eq 77 ]
 

@@ -20,7 +20,7 @@ from random_model import Sizes, write_random_model
 
 from pycriticalkv import Llama
 from pycriticalkv._library import LIBRARY_FOLDER
-from pycriticalkv.evaluation import measure_speed, speed_rows
+from pycriticalkv.evaluation import Speed, measure_speed, speed_rows
 from pycriticalkv.evaluation.speed import speed_table
 
 BUDGET = 1024
@@ -34,7 +34,6 @@ class Device:
         self.ggml = ctypes.CDLL(str(LIBRARY_FOLDER / "libggml-base.so"))
         registry = ctypes.CDLL(str(LIBRARY_FOLDER / "libggml.so"))
         registry.ggml_backend_dev_by_type.restype = ctypes.c_void_p
-        self.ggml.ggml_backend_dev_name.restype = ctypes.c_char_p
         self.ggml.ggml_backend_dev_description.restype = ctypes.c_char_p
         gpu = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
         self.found = registry.ggml_backend_dev_by_type(gpu)
@@ -56,7 +55,7 @@ class Device:
 
 def memory_rows(path: str, tokens: int, device: Device, **arguments: Any) -> None:
     """Device memory of the stock cache and of a budget: with the model loaded and after the prompt."""
-    print("\n| | device MB: before | model loaded | after the prompt | kv_stats: bytes now, MB | at the peak |")
+    print("\n| | device MB: before | model loaded | after the prompt | kv_stats: allocated, MB | at the peak |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, more in {"stock": {"flash_attn": True}, f"budget {BUDGET}": {"kv_budget": BUDGET}}.items():
         before = device.used()
@@ -81,15 +80,22 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     device = Device()
+    if args.gpu_layers != 0 and not device.found:
+        parser.error("there is no GPU, or this build has no backend for it; --gpu-layers 0 rehearses on the CPU")
     path = args.folder / f"random-8b-{args.layers}-layers.gguf"
     if not path.exists():
         scratch = path.with_suffix(".part")
         write_random_model(scratch, Sizes(n_layer=args.layers))
         scratch.rename(path)
-    print(f"{device.name()}; {args.layers} layers of an 8B shape, Q4_0, f16 cache, budget {BUDGET}\n")
-    measured = measure_speed(str(path), args.tokens, [BUDGET], turns=args.turns, n_gpu_layers=args.gpu_layers)
-    print(speed_table(speed_rows(list(measured))), flush=True)
+    print(f"{device.name()}; {args.layers} layers of an 8B shape, Q4_0, f16 cache, budget {BUDGET}")
     memory_rows(str(path), max(args.tokens), device, n_gpu_layers=args.gpu_layers)
+    measured: list[Speed] = []
+    for speed in measure_speed(str(path), args.tokens, [BUDGET], turns=args.turns, n_gpu_layers=args.gpu_layers):
+        if measured and speed.n_tokens != measured[-1].n_tokens:  # so that a time limit leaves what is done
+            print(f"\n{speed_table(speed_rows(measured))}", flush=True)
+            measured = []
+        measured.append(speed)
+    print(f"\n{speed_table(speed_rows(measured))}")
 
 
 if __name__ == "__main__":

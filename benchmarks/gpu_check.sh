@@ -8,12 +8,13 @@
 #   benchmarks/gpu_check.sh --dry-run           a rehearsal without a GPU: the kernels on the host, the model tests on the mock
 #                                               device, the benchmark small and on the CPU; what is left out is said
 #
-# Ends with 0 if no step failed, with 1 if one did, and with 77 if there is no GPU.
-# PYTHON names another interpreter than .venv/bin/python, BUILD another build folder, SCRATCH where the 4.1 GB model goes.
+# Ends with 0 if no step failed, with 1 if one did, with 2 if it cannot start, and with 77 if there is no GPU. Tests of SmolLM2
+# are skipped where it cannot be fetched and is not in the cache.
+# VENV names another environment than .venv, BUILD another build folder, SCRATCH where the 4.1 GB model goes.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-PYTHON=${PYTHON:-.venv/bin/python}
+VENV=${VENV:-.venv}
 BUILD=${BUILD:-$(ls -td build/cp3* 2>/dev/null | head -n 1)}
 SCRATCH=${SCRATCH:-${TMPDIR:-/tmp}}
 PROGRAMS=$BUILD/native-tests
@@ -23,8 +24,8 @@ DRY_RUN=
 SUMMARY=()
 FAILED=0
 
-# Seconds that each step may take. They add up to less than 8 minutes.
-LIMIT_KERNELS=40 LIMIT_SANITIZER=60 LIMIT_TIMES=30 LIMIT_MODELS=120 LIMIT_BENCH=160
+# Seconds that each step may take, and after that to end. With six steps they add up to less than 8 minutes.
+LIMIT_KERNELS=30 LIMIT_SANITIZER=55 LIMIT_TIMES=20 LIMIT_MODELS=110 LIMIT_BENCH=150 LIMIT_END=8
 
 case ${1:-} in
     "") ;;
@@ -34,7 +35,8 @@ case ${1:-} in
         BENCH_ARGS+=(--layers 1 --gpu-layers 0 --tokens 1100 1500 --turns 2)
         ;;
     *)
-        sed -n '2,/^set/p' "$0" | sed '$d; s/^# \{0,1\}//'
+        sed -n '2,/^set/p' benchmarks/gpu_check.sh | sed '$d; s/^# \{0,1\}//'
+        [ "$1" = --help ] && exit 0
         exit 2
         ;;
 esac
@@ -49,7 +51,7 @@ step() { # name, limit, command...
     local name=$1 limit=$2 from=$SECONDS status=0 result
     shift 2
     echo "== $name"
-    timeout --signal=INT --kill-after=10 "$limit" "$@" || status=$?
+    timeout --signal=INT --kill-after=$LIMIT_END "$limit" "$@" || status=$?
     case $status in
         0) result=ok ;;
         124 | 137) result="FAILED: not done after $limit s" ;;
@@ -76,7 +78,7 @@ on_device() { # the checks that need a GPU
     done
     step "kernel times" $LIMIT_TIMES "$PROGRAMS/kernel_times"
     PYCRITICALKV_TEST_GPU_LAYERS=-1 step "model tests on the device" $LIMIT_MODELS \
-        "$(dirname "$PYTHON")/pytest" -q -p no:cacheprovider $MODEL_TESTS
+        "$VENV/bin/pytest" -q -p no:cacheprovider $MODEL_TESTS
 }
 
 rehearsed() { # what stands in for them
@@ -85,10 +87,10 @@ rehearsed() { # what stands in for them
         skip "$name" "needs a GPU"
     done
     PYCRITICALKV_TEST_GPU_LAYERS=-1 PYCRITICALKV_TEST_DEVICE=mock PYCRITICALKV_NATIVE_TESTS=$PROGRAMS \
-        step "model tests, on the mock device" $LIMIT_MODELS "$(dirname "$PYTHON")/pytest" -q -p no:cacheprovider $MODEL_TESTS
+        step "model tests, on the mock device" $LIMIT_MODELS "$VENV/bin/pytest" -q -p no:cacheprovider $MODEL_TESTS
 }
 
-if [ ! -x "$PYTHON" ] || [ ! -d "$PROGRAMS" ]; then
+if [ ! -x "$VENV/bin/pytest" ] || [ ! -d "$PROGRAMS" ]; then
     echo "nothing is built: run make install CMAKE_ARGS=-DGGML_CUDA=ON first"
     exit 2
 fi
@@ -104,7 +106,7 @@ else
     echo "there is no GPU here; benchmarks/gpu_check.sh --dry-run does what can be done without one"
     exit 77
 fi
-step "benchmark" $LIMIT_BENCH "$PYTHON" benchmarks/gpu.py "${BENCH_ARGS[@]}"
+step "benchmark" $LIMIT_BENCH "$VENV/bin/python" benchmarks/gpu.py "${BENCH_ARGS[@]}"
 
 printf '\n| step | result | time |\n| --- | --- | --- |\n'
 printf '%s\n' "${SUMMARY[@]}"

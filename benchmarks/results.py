@@ -27,25 +27,26 @@ from pycriticalkv.policy import PRESETS
 PAIRS = (("criticalkv", "snapkv"), ("critical-max", "snapkv"), ("critical-max", "criticalkv"))
 
 
-def read(path: Path) -> tuple[str, list[Outcome], list[Continuation]]:
-    """Name of the model, its answers to tasks, and how text went on. The file may be compressed (.gz)."""
+Measured = tuple[dict[str, Any], list[Outcome], list[Continuation]]
+
+
+def read(path: Path) -> Measured:
+    """Model and settings, its answers to tasks, and how text went on. The file may be compressed (.gz)."""
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
         header, *lines = [json.loads(line) for line in file]
     outcomes = [Outcome(**line) for line in lines if "task" in line]
-    return header["model"], outcomes, [Continuation(**line) for line in lines if "passage" in line]
+    return header, outcomes, [Continuation(**line) for line in lines if "passage" in line]
 
 
-def together(
-    parts: list[tuple[str, list[Outcome], list[Continuation]]],
-) -> tuple[str, list[Outcome], list[Continuation]]:
+def together(parts: list[Measured]) -> Measured:
     """The parts as if they had been one file."""
-    names = {name for name, _, _ in parts}
-    if len(names) != 1:
-        raise SystemExit(f"the files are of several models: {', '.join(sorted(names))}")
+    header = parts[0][0]
+    if any(other != header for other, _, _ in parts):
+        raise SystemExit("the files are of different models or settings: their first lines differ")
     outcomes = [outcome for _, some, _ in parts for outcome in some]
     if len({outcome.key for outcome in outcomes}) != len(outcomes):
         raise SystemExit("two files hold the same outcome")
-    return names.pop(), outcomes, [measured for _, _, some in parts for measured in some]
+    return header, outcomes, [measured for _, _, some in parts for measured in some]
 
 
 def accuracy_table(cells: list[Cell]) -> str:
@@ -179,8 +180,8 @@ def main() -> None:
     parts = [read(path) for path in args.files]
     if args.together:
         parts = [together(parts)]
-    for model, outcomes, measured in parts:
-        print(f"\n### {model}\n\n{accuracy_table(summarize(outcomes))}\n\n{difference_table(outcomes)}")
+    for header, outcomes, measured in parts:
+        print(f"\n### {header['model']}\n\n{accuracy_table(summarize(outcomes))}\n\n{difference_table(outcomes)}")
         if any(o.prefill != "full" for o in outcomes):
             print(f"\n{prefill_table(outcomes)}")
         if measured:

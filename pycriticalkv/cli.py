@@ -113,7 +113,9 @@ def _add_eval(commands: Any) -> None:
                         help="how prompts are read: full, exact, or in a stream that looks at the question before each "
                         "eviction (stream), once (stream-peek) or not (stream-window) (default: full, "
                         "once for all policies and budgets; the others read the prompt for each of them)")  # fmt: skip
-    parser.add_argument("--window", type=int, help="queries that observe, 1 to 256, in place of the policies' own 16")
+    parser.add_argument(
+        "--window", type=int, help="queries that observe, 1 to 256, in place of the policies' common 16"
+    )
     parser.add_argument(
         "--text", type=Path, help="a text file to hide things in, instead of Python's language reference"
     )

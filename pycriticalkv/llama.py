@@ -432,7 +432,8 @@ class Llama(llama_cpp.Llama):
     def _read_stream(self, tokens: Sequence[int], budget: int, slack: int) -> None:
         """Chunk by chunk, evicted between them; the cache before is saved, in case that this is stopped."""
         settings, store, question = self._kv_prefill.stream, self._kv_store, self.question
-        peeked = self._peeked(tokens) if settings.observe != "window" else []
+        asks = settings.observe != "window" and self._kv_policy.score == "window"  # no other score asks a query
+        peeked = self._peeked(tokens) if asks else []
         chunk = settings.chunk or self.context_params.n_ubatch
         sizes = chunks(len(tokens), chunk, len(peeked))
         room = slack + chunk + len(peeked)
@@ -440,12 +441,12 @@ class Llama(llama_cpp.Llama):
         first = self.n_tokens + len(tokens) - len(peeked)
         try:
             store.reserve(min(int(store.stats().n_entries) + len(tokens), budget + room + len(peeked)))
-            if settings.observe == "peek":
+            if peeked and settings.observe == "peek":
                 store.peek(peeked, first)
             done = 0
             for size in sizes:
                 if store.stats().n_entries + size > budget + room:
-                    if settings.observe == "re-peek":
+                    if peeked and settings.observe == "re-peek":
                         store.peek(peeked, first)
                     store.evict(budget, room + len(peeked))  # the memory of this loop
                 self._eval_batches(tokens[done : done + size], done, len(tokens))

@@ -37,6 +37,7 @@ def test_the_prompt_is_evicted_to_the_budget(tiny, load, tokens, name):
             assert positions[:4] == [0, 1, 2, 3]
             assert positions[-window:] == list(range(300 - window, 300))
             assert positions == sorted(set(positions))
+        assert PRESETS[name].heads != "shared" or all(positions == heads[0] for positions in heads)
 
 
 def test_edge_budgets(tiny, load, tokens):

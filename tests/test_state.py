@@ -120,6 +120,15 @@ def test_a_damaged_state_is_refused_and_changes_nothing(tiny, load, tokens, how)
     assert np.array_equal(last_logits(llm), logits)
 
 
+def test_a_state_knows_whether_heads_share_their_entries(tiny, load, tokens):
+    alone, shared = (KVPolicy(aggregate="mean", value="none", heads=heads) for heads in ("uniform", "shared"))
+    for saving, loading in ((alone, shared), (shared, alone)):
+        llm, other = (load(tiny, kv_budget=64, kv_policy=policy, n_ctx=1024) for policy in (saving, loading))
+        llm.eval(tokens(300))
+        with pytest.raises(ValueError, match="another policy"):
+            other.load_state(llm.save_state())
+
+
 @pytest.mark.parametrize(
     "arguments,why",
     [

@@ -138,13 +138,13 @@ def main() -> int:
     with ThreadPoolExecutor(args.jobs) as pool:
         reports = dict(zip(args.arch, pool.map(lambda a: compile_for(nvcc, a), args.arch), strict=True))
     print(table(reports))
-    if args.ggml is not None:
-        compile_dispatch(nvcc, args.arch[0], args.ggml)
     bad = [f"{k} on sm_{a}" for a, usages in reports.items() for k, usage in usages.items() if usage.stack]
     if bad or not all(reports.values()):
         print("kernels with spills or a stack frame: " + (", ".join(bad) or "none, but no kernels were found"))
         return 1
     print(f"no spills, no stack frames: {len(next(iter(reports.values())))} kernels, {len(reports)} architectures")
+    if args.ggml is not None:
+        compile_dispatch(nvcc, args.arch[0], args.ggml)
     return 0
 
 

@@ -221,7 +221,8 @@ CRITICALKV_API int32_t criticalkv_positions(const struct llama_context * ctx, in
                                             int32_t capacity);
 
 /* Score now, without evicting. attn and norm: [n_head_kv, n - window] f32, row by row, each `count` floats large; entries
- * before the window in slot order. For the maximum aggregate attn holds R before its floor. */
+ * before the window in slot order. attn: the score, of keys where the policy ranks by them; for the maximum aggregate R
+ * before its floor; where heads share their entries, the heads' mean. norm: what the policy weighs values by, or zeros. */
 CRITICALKV_API int criticalkv_scores(struct llama_context * ctx, int32_t il, float * attn, float * norm, size_t count);
 
 /* Read a tensor back (enum criticalkv_tensor), for tests and inspection. Returns the floats needed and writes them if
@@ -229,7 +230,7 @@ CRITICALKV_API int criticalkv_scores(struct llama_context * ctx, int32_t il, flo
 CRITICALKV_API size_t criticalkv_read(struct llama_context * ctx, int32_t which, int32_t il, float * out, size_t count);
 
 /* The selection by itself, a pure function. n entries of one KV head with ascending original positions pos[n]; attn and
- * norm: n - window floats each (may be NULL where the policy does not use them). Writes the kept indices, ascending, to
+ * norm: n - window floats each, as criticalkv_scores gives them (may be NULL where the policy does not use them). Writes the kept indices, ascending, to
  * out[min(n, budget)] and returns their number, or -1 on error. */
 CRITICALKV_API int32_t criticalkv_select(const struct criticalkv_params * params, int32_t budget, int32_t il,
                                          int32_t head, int32_t n, const int32_t * pos, const float * attn,

@@ -39,6 +39,22 @@ ggml_tensor * root_of_squares(ggml_context * ctx, ggml_tensor * x) {
     return ggml_sqrt(ctx, ggml_reshape_2d(ctx, ggml_sum_rows(ctx, ggml_mul(ctx, x, x)), x->ne[1], x->ne[2]));
 }
 
+void compute_by_heads(llama_context & lctx, const layer & l, int64_t d, int64_t n, int64_t n_before, float * out,
+                      const build_heads & build) {
+    const int64_t at_once = std::max<int64_t>(1, MAX_ELEMENTS / (n * d));
+    for (int64_t head = 0; head < l.info.n_head_kv; head += at_once) {
+        const head_range of = { head, std::min<int64_t>(at_once, l.info.n_head_kv - head), 0, n };
+        graph            gr(MAX_NODES);
+        ggml_tensor *    result = build(gr, of);
+        gr.output(result);
+        gr.compute(lctx);
+        const std::vector<float> all = read_f32(result);
+        for (int64_t i = 0; i < of.heads; ++i) {
+            std::copy_n(all.begin() + i * n, n_before, out + (head + i) * n_before);
+        }
+    }
+}
+
 // ---- W_O -------------------------------------------------------------------------------------------------------------
 
 // Whether the backend of W_O can read its rows. Weights that the CPU backend keeps in a layout of its own (repacked,

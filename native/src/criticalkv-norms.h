@@ -4,6 +4,8 @@
 #include "criticalkv-graph.h"
 #include "criticalkv-store.h"
 
+#include <functional>
+
 namespace criticalkv {
 
 // W_O of one layer, dequantized into a buffer of its own.
@@ -47,7 +49,14 @@ ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_r
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b);
 ggml_tensor * to_f32(ggml_context * ctx, ggml_tensor * x);  // contiguous
 
-// |x|_2 along dim 0 of x [d, n, heads], f32 and contiguous: [n, heads].
+// |x|_2 along dim 0 of x [d, n, heads], f32 and contiguous: [n, heads]. Sums of rows stay f32 on every device, where
+// products may round to TF32 (CUDA).
 ggml_tensor * root_of_squares(ggml_context * ctx, ggml_tensor * x);
+
+// One number for each of the first n_before of n entries of all KV heads, to out[n_head_kv][n_before]. `build` makes the
+// nodes [n, heads] of some KV heads, as many as MAX_ELEMENTS of d floats per entry allow.
+using build_heads = std::function<ggml_tensor *(graph & gr, const head_range & of)>;
+void compute_by_heads(llama_context & lctx, const layer & l, int64_t d, int64_t n, int64_t n_before, float * out,
+                      const build_heads & build);
 
 }  // namespace criticalkv

@@ -42,6 +42,8 @@ void check_params(const criticalkv_params & p) {
     require(p.value >= CRITICALKV_VALUE_NONE && p.value <= CRITICALKV_VALUE_CAOTE, "value", p.value, "0 to 3");
     require(p.norm >= CRITICALKV_NORM_GRAM && p.norm <= CRITICALKV_NORM_L1, "norm", p.norm, "0 to 2");
     require(p.heads >= CRITICALKV_HEADS_UNIFORM && p.heads <= CRITICALKV_HEADS_SHARED, "heads", p.heads, "0 or 1");
+    require(p.score != CRITICALKV_SCORE_RANDOM || p.heads == CRITICALKV_HEADS_UNIFORM, "heads", p.heads,
+            "0 for random scores, which are drawn for each head");
     require(p.value == CRITICALKV_VALUE_NONE || p.heads == CRITICALKV_HEADS_UNIFORM, "value", p.value,
             "0 where heads share their entries");
     require(p.value == CRITICALKV_VALUE_NONE || p.score == CRITICALKV_SCORE_WINDOW, "value", p.value,

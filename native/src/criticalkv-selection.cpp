@@ -63,7 +63,7 @@ static std::vector<double> first_scores(const criticalkv_params & params, const 
 }
 
 // Scores that weigh values in one stage. With one entry holding all attention, 1 - A is what rounding leaves of it.
-static void weigh_values(const criticalkv_params & params, const head_entries & e, std::vector<double> & score) {
+static void apply_value_weights(const criticalkv_params & params, const head_entries & e, std::vector<double> & score) {
     constexpr double LEAST_REST = 0x1p-24;
     for (size_t i = 0; i < score.size(); ++i) {
         if (params.value == CRITICALKV_VALUE_CAOTE) {
@@ -95,7 +95,7 @@ std::vector<int32_t> select_entries(const criticalkv_params & params, int32_t bu
     std::vector<double> score  = first_scores(params, e, n_before);
     const bool          staged = params.value == CRITICALKV_VALUE_CRITICAL;
     if (params.value != CRITICALKV_VALUE_NONE && !staged) {
-        weigh_values(params, e, score);
+        apply_value_weights(params, e, score);
     }
     const size_t n_first = staged ? (size_t) std::floor(params.alpha * (double) n_choose) : n_choose;
     rank_best(idx, 0, n_first, score);

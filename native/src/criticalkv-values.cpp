@@ -1,18 +1,8 @@
 #include "criticalkv-values.h"
 
-#include "criticalkv-graph.h"
 #include "criticalkv-norms.h"
 
-#include <algorithm>
-
 namespace criticalkv {
-
-static constexpr size_t MAX_NODES = 64;
-
-// KV heads of one graph.
-static int64_t heads_at_once(const layer & l, int64_t n) {
-    return std::max<int64_t>(1, MAX_ELEMENTS / (n * l.info.n_embd_v));
-}
 
 static ggml_tensor * values(graph & gr, const layer & l, const head_range & of) {
     return to_f32(gr.ctx(), head_rows(gr, l.rows.v, l.info.n_embd_v, of));
@@ -30,42 +20,23 @@ static ggml_tensor * unrotated(graph & gr, const layer & l, ggml_tensor * v) {
 }
 
 void plain_value_norms(llama_context & lctx, const layer & l, int64_t n, float * out) {
-    const int64_t            at_once = heads_at_once(l, n);
-    const std::vector<float> ones(l.info.n_embd_v, 1.0f);
-    for (int64_t head = 0; head < l.info.n_head_kv; head += at_once) {
-        const int64_t  heads = std::min<int64_t>(at_once, l.info.n_head_kv - head);
-        graph          gr(MAX_NODES);
-        ggml_context * ctx  = gr.ctx();
-        ggml_tensor *  size = ggml_abs(ctx, unrotated(gr, l, values(gr, l, { head, heads, 0, n })));
-        size                = ggml_reshape_2d(ctx, size, l.info.n_embd_v, n * heads);
-        ggml_tensor * norm  = matmul(ctx, size, gr.input(GGML_TYPE_F32, l.info.n_embd_v, 1, ones.data()));
-        gr.output(norm);
-        gr.compute(lctx);
-        ggml_backend_tensor_get(norm, out + head * n, 0, ggml_nbytes(norm));
-    }
+    compute_by_heads(lctx, l, l.info.n_embd_v, n, n, out, [&](graph & gr, const head_range & of) {
+        ggml_tensor * sizes = ggml_abs(gr.ctx(), unrotated(gr, l, values(gr, l, of)));
+        return ggml_reshape_2d(gr.ctx(), ggml_sum_rows(gr.ctx(), sizes), of.n, of.heads);
+    });
 }
 
 void output_distances(llama_context & lctx, const layer & l, const std::vector<float> & attn, int64_t n,
                       int64_t n_before, float * out) {
-    const int64_t d       = l.info.n_embd_v;
-    const int64_t at_once = heads_at_once(l, n);
-    for (int64_t head = 0; head < l.info.n_head_kv; head += at_once) {
-        const int64_t  heads = std::min<int64_t>(at_once, l.info.n_head_kv - head);
-        graph          gr(MAX_NODES);
-        ggml_context * ctx    = gr.ctx();
-        ggml_tensor *  v      = values(gr, l, { head, heads, 0, n });
-        ggml_tensor *  weight = gr.input(GGML_TYPE_F32, n, 1, heads, attn.data() + head * n);
-        ggml_tensor *  turned = ggml_cont(ctx, ggml_transpose(ctx, v));  // [n, d, heads]
-        ggml_tensor *  o      = matmul(ctx, turned, weight);
-        ggml_tensor *  apart  = ggml_sub(ctx, v, ggml_reshape_3d(ctx, o, d, 1, heads));
-        ggml_tensor *  far    = root_of_squares(ctx, apart);
-        gr.output(far);
-        gr.compute(lctx);
-        const std::vector<float> all = read_f32(far);
-        for (int64_t i = 0; i < heads; ++i) {
-            std::copy_n(all.begin() + i * n, n_before, out + (head + i) * n_before);
-        }
-    }
+    const int64_t d = l.info.n_embd_v;
+    compute_by_heads(lctx, l, d, n, n_before, out, [&](graph & gr, const head_range & of) {
+        ggml_context * ctx     = gr.ctx();
+        ggml_tensor *  v       = values(gr, l, of);
+        ggml_tensor *  weights = gr.input(GGML_TYPE_F32, n, 1, of.heads, attn.data() + of.head * n);
+        ggml_tensor *  turned  = ggml_cont(ctx, ggml_transpose(ctx, v));  // [n, d, heads]
+        ggml_tensor *  o       = ggml_sum_rows(ctx, ggml_mul(ctx, turned, weights));
+        return root_of_squares(ctx, ggml_sub(ctx, v, ggml_reshape_3d(ctx, o, d, 1, of.heads)));
+    });
 }
 
 }  // namespace criticalkv

@@ -109,7 +109,7 @@ class Grid:
     settings: tuple[str, ...] = SETTINGS
     policies: tuple[str, ...] = tuple(PRESETS)
     budgets: tuple[int | float, ...] = (0.1, 0.2, 512)
-    window: int | None = None  # in place of the presets' own
+    window: int | None = None  # in place of the presets' common one
     prefills: tuple[str, ...] = ("full",)  # of PREFILLS
 
     def __post_init__(self) -> None:
@@ -134,9 +134,10 @@ class Grid:
                 )
 
     def policy(self, name: str) -> KVPolicy:
-        """The policy of a name, with the grid's window."""
+        """The policy of a name, with the grid's window unless it has one of its own (tova)."""
         policy = resolve_policy(name)
-        return policy if self.window is None else replace(policy, window=self.window)
+        its_own = policy.window != KVPolicy().window
+        return policy if self.window is None or its_own else replace(policy, window=self.window)
 
     @property
     def arms(self) -> list[Arm]:

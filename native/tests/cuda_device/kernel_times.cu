@@ -1,5 +1,5 @@
 // Times the fused kernels on a device at the sizes of docs/performance.md, one layer of an 8B Llama with a long prompt, and
-// compares them with the floors for this very card. Prints a table in Markdown. Built with -DGGML_CUDA=ON; see gpu_check.sh.
+// compares them with the floors for this very card. Prints a table in Markdown. benchmarks/gpu_check.sh runs it.
 
 #include "criticalkv-attention.cuh"
 #include "criticalkv-compaction.cuh"
@@ -21,6 +21,7 @@ static constexpr int     D         = 128;  // head size
 static constexpr int64_t N_EMBD    = 4096;
 static constexpr int     WINDOW    = 16;
 static constexpr int     POOL      = 5;
+static constexpr size_t  L2_BYTES  = (size_t) 256 << 20;
 
 // ---- the card --------------------------------------------------------------------------------------------------------
 
@@ -73,24 +74,25 @@ static std::vector<float> random_floats(int64_t n) {
 
 // ---- times -----------------------------------------------------------------------------------------------------------
 
-// Milliseconds of one launch: the median of rounds of several, after one that does not count.
+// Milliseconds of one launch: the median of several, after one that does not count. What the floors take from memory must
+// not be in the L2 cache, so before each launch more than any of them has is overwritten.
 template <typename Launch> double milliseconds(const Launch & launch) {
-    constexpr int       ROUNDS = 9;
-    constexpr int       EACH   = 10;
-    std::vector<double> times;
-    cudaEvent_t         start, stop;
+    static cases::device_memory memory;
+    static char * const         l2     = memory.put(std::vector<char>(L2_BYTES));
+    constexpr int               ROUNDS = 31;
+    std::vector<double>         times;
+    cudaEvent_t                 start, stop;
     require(cudaEventCreate(&start) == cudaSuccess && cudaEventCreate(&stop) == cudaSuccess, "an event");
     cases::finish(launch());
     for (int round = 0; round < ROUNDS; ++round) {
+        require(cudaMemsetAsync(l2, round, L2_BYTES) == cudaSuccess, "overwriting the L2 cache");
         cudaEventRecord(start);
-        for (int i = 0; i < EACH; ++i) {
-            require(launch() == cudaSuccess, "the launch failed");
-        }
+        require(launch() == cudaSuccess, "the launch failed");
         cudaEventRecord(stop);
         cases::finish(cudaEventSynchronize(stop));
         float ms = 0.0f;
         require(cudaEventElapsedTime(&ms, start, stop) == cudaSuccess, "the time between two events");
-        times.push_back(ms / EACH);
+        times.push_back(ms);
     }
     std::sort(times.begin(), times.end());
     return times[ROUNDS / 2];
