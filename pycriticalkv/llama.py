@@ -399,7 +399,8 @@ class Llama(llama_cpp.Llama):
         if evicts:
             self._kv_mode, self._kv_looked = mode, looked
             self._kv_prompt_logits = None
-            self._evict(budget)
+            if mode != "stream":
+                self._evict(budget)
             row = llama_cpp.llama_get_logits_ith(self.ctx, -1)
             self._kv_prompt_logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,)).copy()
             self._kv_store.peek([], 0)
@@ -430,7 +431,7 @@ class Llama(llama_cpp.Llama):
         self._eval_batches(tokens, len(tokens) * (n_layer - 1) // n_layer, len(tokens))
 
     def _read_stream(self, tokens: Sequence[int], budget: int, slack: int) -> None:
-        """Chunk by chunk, evicted between them; the cache before is saved, in case that this is stopped."""
+        """Chunk by chunk, evicted after each; the cache before is saved, in case that this is stopped or fails."""
         settings, store, question = self._kv_prefill.stream, self._kv_store, self.question
         asks = settings.observe != "window" and self._kv_policy.score == "window"  # no other score asks a query
         peeked = self._peeked(tokens) if asks else []
@@ -455,6 +456,7 @@ class Llama(llama_cpp.Llama):
                 store.peek(peeked, self.n_tokens)  # the last eviction looks for it too
             else:
                 store.peek([], 0)
+            self._evict(budget)
         except BaseException:
             self.reset()
             if before is not None:

@@ -239,6 +239,59 @@ def test_decode_replays_cuda_graphs(library, job, arch):
     assert n_evictions == [39, 79, 119]
 
 
+def run_with_mock(library, code, *arguments):
+    """The output of a program that has the mock device, and `open_model(path, **more)` for models on it."""
+    begin = (
+        "import sys, numpy as np, mock_cuda; from pycriticalkv import Llama; mock_cuda.Mock(sys.argv[1])\n"
+        "def open_model(path, **more):\n"
+        "    common = {'n_ctx': 2048, 'n_ubatch': 64, 'kv_budget': 64, 'verbose': False, 'n_gpu_layers': -1}\n"
+        "    return Llama(path, n_threads=1, n_threads_batch=2, **{**common, **more})\n"
+    )
+    folders = os.pathsep.join(str(mock_cuda.ROOT / name) for name in ("tests", "models"))
+    environment = {**os.environ, "PYTHONPATH": folders}
+    command = [sys.executable, "-c", begin + code, str(library), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=mock_cuda.ROOT / "tests",
+                          timeout=600, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+FAILURES = """
+from helpers import fail_allocations
+
+llm, other = (open_model(sys.argv[2], prefill=sys.argv[3]) for _ in range(2))
+prompt, conversation = np.random.default_rng(1).integers(10, 440, (2, 200)).tolist()
+print(fail_allocations(llm, other, prompt, conversation))
+"""
+
+
+@pytest.mark.parametrize("prefill", ["full", "exact", "stream"])
+def test_the_kth_allocation_fails(library, job, prefill):
+    """On a device evictions move to new memory, so the last one of a prompt can fail as well."""
+    assert int(run_with_mock(library, FAILURES, job()["path"], prefill)) > 5
+
+
+MOVES = """
+from helpers import kept, last_logits
+
+device, host = open_model(sys.argv[2]), open_model(sys.argv[2], n_gpu_layers=0)
+for one, other in ((device, host), (host, device)):
+    one.reset()
+    one.eval(np.random.default_rng(1).integers(10, 440, 300).tolist())
+    other.load_state(one.save_state())
+    assert kept(one) == kept(other)
+    one.eval([5])
+    other.eval([5])
+    assert np.array_equal(last_logits(one), last_logits(other))  # the mock computes with the CPU's code
+"""
+
+
+@pytest.mark.parametrize("arch", families("llama", "gemma3"))
+def test_a_state_moves_between_devices(library, job, arch):
+    """The same model file is the same model, wherever its weights are, also where they are tied (gemma3)."""
+    run_with_mock(library, MOVES, job(arch)["path"])
+
+
 TOUCH = """
 import ctypes, sys
 import pycriticalkv

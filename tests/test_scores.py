@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from expected import (
     AGGREGATES,
+    KERNELS,
     NORMS,
     QUANTIZED,
     TYPES,
@@ -42,6 +43,8 @@ def test_tiny_model(tiny, load, tokens, norm, aggregate, kind):
 @pytest.mark.parametrize("kind", QUANTIZED)
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128])
 def test_quantized_caches(make_tiny, load, tokens, kind, head_dim):
+    if KERNELS and head_dim % 64 != 0 and kind in ("q8_0", "q5_0", "q4_0"):
+        pytest.skip("rows of these heads are not multiples of 4 bytes, which devices refuse")
     path = make_tiny(head_dim=head_dim, n_head=4, n_layer=2)
     for norm in NORMS:
         policy = KVPolicy(norm=norm)

@@ -573,8 +573,13 @@ static void hash_bytes(uint64_t & h, const void * data, size_t n) {
 }
 
 uint64_t store::fingerprint() const {
-    uint64_t h = 0xCBF29CE484222325ULL;
+    // by name and once each: their order, and copies of tied ones, depend on the devices that hold them
+    std::map<std::string, const ggml_tensor *> tensors;
     for (const auto & [name, t] : model.tensors_by_name) {
+        tensors.emplace(name, t);
+    }
+    uint64_t h = 0xCBF29CE484222325ULL;
+    for (const auto & [name, t] : tensors) {
         hash_bytes(h, name.data(), name.size());
         hash_bytes(h, &t->type, sizeof(t->type));
         hash_bytes(h, t->ne, sizeof(t->ne));
