@@ -64,6 +64,9 @@ static bool can_get_rows(const ggml_tensor * wo, ggml_tensor * get_rows) {
     return dev == nullptr || ggml_backend_dev_supports_op(dev, get_rows);
 }
 
+// Multiplied weights meet rows that the backend rounds to 8 bits with a scale of half precision: 127 is that without an error.
+constexpr float UNIT = 127.0f;
+
 // W_O as f32 [n_embd_v * n_head, n_embd].
 static ggml_tensor * dequantized_wo(graph & gr, const layer & l, std::vector<float> & identity) {
     ggml_context * ctx  = gr.ctx();
@@ -74,9 +77,10 @@ static ggml_tensor * dequantized_wo(graph & gr, const layer & l, std::vector<flo
     }
     identity.assign(n * n, 0.0f);
     for (int64_t i = 0; i < n; ++i) {
-        identity[i * n + i] = 1.0f;
+        identity[i * n + i] = UNIT;
     }
-    return ggml_cont(ctx, ggml_transpose(ctx, matmul(ctx, l.wo, gr.input(GGML_TYPE_F32, n, n, identity.data()))));
+    ggml_tensor * columns = matmul(ctx, l.wo, gr.input(GGML_TYPE_F32, n, n, identity.data()));
+    return ggml_cont(ctx, ggml_transpose(ctx, ggml_scale(ctx, columns, 1.0f / UNIT)));
 }
 
 // W_O for values as the cache holds them: the model's weights, with its adapters, after the inverse of the cache's
