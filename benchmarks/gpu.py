@@ -4,8 +4,8 @@
     python benchmarks/gpu.py --layers 2 --gpu-layers 0 --tokens 1100    a rehearsal on the CPU
 
 Sides take turns, as in `pycriticalkv bench`; all of them are open at once and each holds the model, so the card needs
-about 35 GB for the longest prompt. The model is written to --folder, once. Device memory is what the backend says is in
-use.
+about 35 GB for the longest prompt; lengths that do not fit are left out, and said. The model is written to --folder,
+once. Device memory is what the backend says is in use.
 """
 
 from __future__ import annotations
@@ -44,13 +44,34 @@ class Device:
             return "no GPU"
         return str(self.ggml.ggml_backend_dev_description(ctypes.c_void_p(self.found)).decode())
 
-    def used(self) -> float:
-        """MB in use."""
+    def _memory(self) -> tuple[float, float]:
         if not self.found:
-            return float("nan")
+            return float("nan"), float("nan")
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self.ggml.ggml_backend_dev_memory(ctypes.c_void_p(self.found), ctypes.byref(free), ctypes.byref(total))
-        return (total.value - free.value) / MB
+        return free.value / MB, total.value / MB
+
+    def free(self) -> float:
+        """MB that are free."""
+        return self._memory()[0]
+
+    def used(self) -> float:
+        """MB in use."""
+        free, total = self._memory()
+        return total - free
+
+
+def lengths_that_fit(lengths: list[int], path: Path, layers: int, device: Device) -> list[int]:
+    """Those for which three models, two full caches and the scores of attention without flash have room."""
+    per_token = layers * 2 * Sizes.n_head_kv * (Sizes.n_embd // Sizes.n_head) * 2  # f16
+    fitting = []
+    for n in lengths:
+        needed = (3 * path.stat().st_size + n * (2 * per_token + Sizes.n_head * 512 * 4)) / MB
+        if device.found and needed > device.free():
+            print(f"{n} tokens: skipped, they need {needed:.0f} MB and {device.free():.0f} are free")
+        else:
+            fitting.append(n)
+    return fitting
 
 
 def memory_rows(path: str, tokens: int, device: Device, **arguments: Any) -> None:
@@ -88,9 +109,12 @@ def main() -> None:
         write_random_model(scratch, Sizes(n_layer=args.layers))
         scratch.rename(path)
     print(f"{device.name()}; {args.layers} layers of an 8B shape, Q4_0, f16 cache, budget {BUDGET}")
-    memory_rows(str(path), max(args.tokens), device, n_gpu_layers=args.gpu_layers)
+    tokens = lengths_that_fit(args.tokens, path, args.layers, device)
+    if not tokens:
+        return
+    memory_rows(str(path), max(tokens), device, n_gpu_layers=args.gpu_layers)
     measured: list[Speed] = []
-    for speed in measure_speed(str(path), args.tokens, [BUDGET], turns=args.turns, n_gpu_layers=args.gpu_layers):
+    for speed in measure_speed(str(path), tokens, [BUDGET], turns=args.turns, n_gpu_layers=args.gpu_layers):
         if measured and speed.n_tokens != measured[-1].n_tokens:  # so that a time limit leaves what is done
             print(f"\n{speed_table(speed_rows(measured))}", flush=True)
             measured = []

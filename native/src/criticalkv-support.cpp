@@ -59,6 +59,9 @@ const char * refuse_memory(llama_memory_i * memory, const llama_model & model, c
     if (hparams.ple_n_heads > 0) {
         return "models whose embeddings read earlier tokens from the cache are not supported";
     }
+    if (model.split_mode() == LLAMA_SPLIT_MODE_TENSOR) {
+        return "tensors split over several devices (split_mode=3) are not supported; split layers or rows";
+    }
     if (!cparams.causal_attn) {
         return "attention is not causal";
     }
