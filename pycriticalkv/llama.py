@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import sys
 from collections.abc import Generator, Iterator, Sequence
@@ -536,7 +537,10 @@ class Llama(llama_cpp.Llama):
         if self._kv_budget is None:
             raise RuntimeError("kv_stats() needs a kv_budget")
         s = self._kv_store.stats()
-        entries = [[int(s.n_entries)] * self._kv_store.layer(il).n_head_kv for il in self._kv_store.layers()]
+        measured = [self._kv_store.change(il) for il in self._kv_store.layers()]
+        if any(map(math.isnan, measured[0])):
+            measured = []
+        entries = [self._kv_entries_of(il, int(s.n_entries)) for il in self._kv_store.layers()]
         return KVStats(
             budget=self._kv_entries,
             tokens_seen=int(s.n_tokens),
@@ -556,8 +560,17 @@ class Llama(llama_cpp.Llama):
             seconds_score=float(s.seconds_score),
             seconds_select=float(s.seconds_select),
             seconds_compact=float(s.seconds_compact),
+            seconds_measure=float(s.seconds_measure),
             seconds_total=float(s.seconds_total),
+            bound=tuple(bound for bound, _ in measured),
+            change=tuple(change for _, change in measured),
         )
+
+    def _kv_entries_of(self, il: int, mean: int) -> list[int]:
+        n_head_kv = self._kv_store.layer(il).n_head_kv
+        if self._kv_policy.heads != "adaptive":
+            return [mean] * n_head_kv
+        return [self._kv_store.entries(il, head) for head in range(n_head_kv)]
 
     def kv_positions(self, il: int) -> list[npt.NDArray[np.int32]]:
         """Original positions that layer ``il`` keeps, ascending, one array per KV head.

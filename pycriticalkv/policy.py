@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
@@ -12,7 +12,7 @@ SCORES = {"window": 0, "recency": 1, "random": 2, "key-norm": 3, "keydiff": 4}
 AGGREGATES = {"mean": 0, "max": 1}
 VALUES = {"none": 0, "critical": 1, "vatp": 2, "caote": 3}
 NORMS = {"gram": 0, "l2": 1, "l1": 2}
-HEADS = {"uniform": 0, "shared": 1}
+HEADS = {"uniform": 0, "shared": 1, "adaptive": 2}
 
 
 def _one_of(name: str, value: Any, known: dict[str, int]) -> None:
@@ -51,9 +51,11 @@ class KVPolicy:
             2502.03805); ``"vatp"``: attention times the L1 norm of the value (VATP, arXiv 2406.12335); ``"caote"``:
             A / (1 - A) times the distance of the value from the head's output, the mean attention of the window's
             queries over all values (CAOTE, arXiv 2504.14051; the mean is ours); ``"none"``: the score alone. All but
-            ``"none"`` need ``score="window"`` and ``heads="uniform"``.
+            ``"none"`` need ``score="window"`` and cannot share entries between heads.
         heads: ``"uniform"``: each KV head of a layer keeps as many entries as the others, of its own choice;
-            ``"shared"``: all of them keep the same ones, by the mean of their scores (TOVA, arXiv 2401.06104).
+            ``"shared"``: all of them keep the same ones, by the mean of their scores (TOVA, arXiv 2401.06104);
+            ``"adaptive"``: the budget is their mean, and a head gets as many as the best entries of the layer, by the
+            score alone, are in it (Ada-KV, arXiv 2407.11550).
         norm: The norm of a value projected by W_O: ``"gram"`` (L2, one matrix per KV head), ``"l2"`` (per query
             head), ``"l1"`` (the paper's, slower: it unpacks W_O at every eviction).
         window: The last entries, always kept, whose queries observe; 1 to 256.
@@ -64,6 +66,9 @@ class KVPolicy:
         slack: Entries over the budget that generation may add before it evicts again; at least 1. ``None``: an eighth
             of the budget, but 32 to 256.
         seed: Seed of ``score="random"``.
+        head_floor: Share of the mean free budget that each head gets at least with ``heads="adaptive"``; 0 to 1.
+        measure: Whether each eviction measures what it changes (``KVStats.bound`` and ``change``), which takes about
+            twice as long as scoring. It does not change what is kept, and policies that differ in it alone are equal.
 
     Raises:
         ValueError: A value is out of range or unknown.
@@ -82,6 +87,8 @@ class KVPolicy:
     slack: int | None = None
     seed: int = 0
     heads: str = "uniform"
+    head_floor: float = 0.2
+    measure: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check every setting."""
@@ -97,15 +104,18 @@ class KVPolicy:
             raise ValueError(f"pool={self.pool}: allowed is an odd number from 1 to 63")
         _number("alpha", self.alpha, 0.0, 1.0)
         _number("eps", self.eps, 0.0, math.inf)
+        _number("head_floor", self.head_floor, 0.0, 1.0)
         if self.slack is not None:
             _integer("slack", self.slack, 1, 2**30)
         _integer("seed", self.seed, 0, 2**64 - 1)
+        if not isinstance(self.measure, bool):
+            raise TypeError(f"measure={self.measure!r}: allowed are True and False")
         if self.value != "none" and self.score != "window":
             raise ValueError(f'value={self.value!r} needs score="window", not score={self.score!r}')
         if self.heads == "shared" and self.score == "random":
             raise ValueError('heads="shared" does not go with score="random", which draws for each head')
-        if self.value != "none" and self.heads != "uniform":
-            raise ValueError(f'value={self.value!r} needs heads="uniform", not heads={self.heads!r}')
+        if self.value != "none" and self.heads == "shared":
+            raise ValueError(f'value={self.value!r} does not go with heads="shared"')
 
     @property
     def least_budget(self) -> int:
@@ -121,6 +131,8 @@ PRESETS: dict[str, KVPolicy] = {
     "critical-max": KVPolicy(),
     "criticalkv": KVPolicy(aggregate="mean"),
     "snapkv": KVPolicy(aggregate="mean", value="none"),
+    "ada-criticalkv": KVPolicy(aggregate="mean", heads="adaptive"),
+    "ada-snapkv": KVPolicy(aggregate="mean", value="none", heads="adaptive"),
     "streamingllm": KVPolicy(score="recency", value="none"),
     "random": KVPolicy(score="random", value="none"),
     "vatp": KVPolicy(aggregate="mean", value="vatp"),

@@ -32,7 +32,16 @@ class KVStats:
         seconds_score: Time to score entries.
         seconds_select: Time to choose.
         seconds_compact: Time to move the kept rows.
+        seconds_measure: Time to measure ``bound`` and ``change``.
         seconds_total: Time of the evictions in all.
+        bound: With ``KVPolicy(measure=True)``, per layer with a cache, of the last eviction: the worst case of
+            CriticalKV's argument, ((1/sigma - 1) * sum of A*N over the entries kept + sum of A*N over those dropped),
+            over the sum of A*N over all, with A the mean attention of the queries that were asked and N the norm of the
+            value through W_O, all summed over KV heads. 0: nothing lost; about 2: everything. Empty before an eviction,
+            after a state was loaded, and if not measured.
+        change: Likewise the truth for these queries: |o' - o| / |o|, o the layer's attention output after W_O (without
+            bias) over all entries, o' over those kept; the mean over the queries. It is relative to the output itself,
+            in which terms cancel, and can be larger than ``bound``.
     """
 
     budget: int
@@ -53,4 +62,7 @@ class KVStats:
     seconds_score: float
     seconds_select: float
     seconds_compact: float
+    seconds_measure: float
     seconds_total: float
+    bound: tuple[float, ...]
+    change: tuple[float, ...]

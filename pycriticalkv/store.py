@@ -50,6 +50,8 @@ def make_params(policy: KVPolicy, budget: int, slack: int) -> Any:
     params.alpha = policy.alpha
     params.eps = policy.eps
     params.seed = policy.seed
+    params.head_floor = policy.head_floor
+    params.measure = policy.measure
     return params
 
 
@@ -96,6 +98,41 @@ def select_entries(
     if n < 0:
         raise ValueError(last_error())
     return out[:n]
+
+
+def share_budget(
+    policy: KVPolicy,
+    budget: int,
+    positions: Sequence[npt.ArrayLike],
+    *,
+    attn: Sequence[npt.ArrayLike] | None = None,
+) -> npt.NDArray[np.int32]:
+    """How the KV heads of one layer share a budget: entries of each, ``budget`` on average.
+
+    Args:
+        policy: What to keep.
+        budget: Entries per head, window and sinks included.
+        positions: [n] original positions of each head, ascending.
+        attn: [n - window] scores of each head, where ``select_entries`` needs them.
+
+    Raises:
+        ValueError: The budget cannot hold window, sinks and one more, or a head has no more than the window.
+    """
+    lengths = np.array([len(np.asarray(each)) for each in positions], dtype=np.int32)
+    pos = np.concatenate([np.asarray(each, dtype=np.int32) for each in positions])
+    scores = ffi.NULL
+    if attn is not None:
+        row = np.concatenate([np.asarray(each, dtype=np.float32) for each in attn])
+        scores = ffi.from_buffer("float[]", row) if len(row) else ffi.new("float[1]")
+    out = np.empty(len(lengths), dtype=np.int32)
+    check(
+        lib.criticalkv_share(
+            make_params(policy, 0, policy.slack_for(budget)), budget, 0, len(lengths),
+            ffi.from_buffer("int32_t[]", lengths), ffi.from_buffer("int32_t[]", pos), scores,
+            ffi.from_buffer("int32_t[]", out),
+        )
+    )  # fmt: skip
+    return out
 
 
 @contextlib.contextmanager
@@ -220,16 +257,31 @@ class Store:
         check(lib.criticalkv_get_layer(self._ctx, il, info))
         return info
 
+    def change(self, il: int) -> tuple[float, float]:
+        """The bound and the change of a layer at the last eviction; NaN if nothing was measured."""
+        bound, change = ffi.new("double *"), ffi.new("double *")
+        check(lib.criticalkv_get_change(self._ctx, il, bound, change))
+        return float(bound[0]), float(change[0])
+
     def positions(self, il: int, head: int) -> npt.NDArray[np.int32]:
         """Original positions that a KV head holds, ascending."""
-        out = np.empty(int(self.stats().n_entries), dtype=np.int32)
-        n = lib.criticalkv_positions(self._ctx, il, head, ffi.from_buffer("int32_t[]", out), len(out))
+        n = self.entries(il, head)
+        out = np.empty(n, dtype=np.int32)
+        lib.criticalkv_positions(self._ctx, il, head, ffi.from_buffer("int32_t[]", out), n)
+        return out
+
+    def entries(self, il: int, head: int) -> int:
+        """Number of entries that a KV head holds."""
+        n = int(lib.criticalkv_positions(self._ctx, il, head, ffi.NULL, 0))
         if n < 0:
             check(-n)
-        return out[:n]
+        return n
 
     def scores(self, il: int, window: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-        """Attention scores and value norms, [n_head_kv, n - window] each, without evicting."""
+        """Attention scores and value norms, [n_head_kv, n - window] each, without evicting.
+
+        Where heads hold different numbers of entries, n is their mean, and rows follow one another without a gap.
+        """
         shape = (self.layer(il).n_head_kv, max(int(self.stats().n_entries) - window, 0))
         attn = np.empty(shape, dtype=np.float32)
         norm = np.empty(shape, dtype=np.float32)
@@ -241,7 +293,10 @@ class Store:
         return attn, norm
 
     def read(self, which: str, il: int) -> npt.NDArray[np.float32]:
-        """Keys ``"k"``, values ``"v"`` or saved queries ``"q"`` of a layer: [n, heads, head size]."""
+        """Keys ``"k"``, values ``"v"`` or saved queries ``"q"`` of a layer: [n, heads, head size].
+
+        Where heads hold different numbers of entries, keys and values come head by head: ``read_heads``.
+        """
         kind = {"k": lib.CRITICALKV_TENSOR_K, "v": lib.CRITICALKV_TENSOR_V, "q": lib.CRITICALKV_TENSOR_Q}[which]
         size = lib.criticalkv_read(self._ctx, kind, il, ffi.NULL, 0)
         out = np.empty(size, dtype=np.float32)
@@ -249,3 +304,11 @@ class Store:
         info = self.layer(il)
         heads = info.n_head if which == "q" else info.n_head_kv
         return out.reshape(-1, heads, info.n_embd_v if which == "v" else info.n_embd_k)
+
+    def read_heads(self, which: str, il: int) -> list[npt.NDArray[np.float32]]:
+        """Keys ``"k"`` or values ``"v"`` of every KV head of a layer: [n of the head, head size]."""
+        rows, n_head_kv = self.read(which, il), self.layer(il).n_head_kv
+        if not self.stats().ragged:
+            return [rows[:, head] for head in range(n_head_kv)]
+        lengths = [self.entries(il, head) for head in range(n_head_kv)]
+        return np.split(rows.reshape(-1, rows.shape[-1]), np.cumsum(lengths)[:-1])

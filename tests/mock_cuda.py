@@ -122,12 +122,13 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
         stats = llm.kv_stats()
         out = {"text": text, "kept": kept(llm), "evictions": stats.evictions, "mode": stats.prefill}
         out |= {"placement": placement_of(placement), "traffic": traffic, "layers": len(llm._kv_store.layers())}
-        out |= {"scores": scores, "fused": fused}
+        out |= {"scores": scores, "fused": fused, "bound": stats.bound, "change": stats.change}
         out["scored"] = scores_bytes(llm, len(job["prompt"]))
         if mock is not None:
             mock.reset()
             llm.eval([5])
             out["set_rows"] = mock.nodes("SET_ROWS")
+            out["attended"] = mock.nodes("FLASH_ATTN_EXT")
             out["tokens"] = [graphs_of_a_token(llm, mock) for _ in range(job.get("tokens", 0))]
     finally:
         llm.close()

@@ -40,10 +40,11 @@ def error(got, want, columns):
 
 @pytest.mark.parametrize("arguments", [{}, {"n_head_kv": 1}, {"n_head_kv": 8, "seed": 3}])
 @pytest.mark.parametrize("slack,n_more", [(64, 8), (4, 24)])
-def test_logits_after_eviction(make_tiny, load, tokens, arguments, slack, n_more):
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+def test_logits_after_eviction(make_tiny, load, tokens, arguments, slack, n_more, heads):
     path = make_tiny(wo_type="F32", weight_type="F32", **arguments)
     n_head_kv = arguments.get("n_head_kv", 2)
-    llm = load(path, kv_budget=60, kv_policy=KVPolicy(slack=slack), n_ctx=1024)
+    llm = load(path, kv_budget=60, kv_policy=KVPolicy(slack=slack, heads=heads), n_ctx=1024)
     text = tokens(N_PROMPT + n_more)
     llm.eval(text[:N_PROMPT])
     assert entries(llm) == 60
@@ -54,6 +55,8 @@ def test_logits_after_eviction(make_tiny, load, tokens, arguments, slack, n_more
         logits.append(last_logits(llm))
     got = np.array(logits)
     evictions = llm.kv_stats().evictions
+    lengths = [{len(head) for head in layer} for layer in visible_then[-1]]
+    assert any(len(each) > 1 for each in lengths) == (heads == "adaptive" and n_head_kv > 1)
     assert evictions == (1 if slack == 64 else 1 + n_more // 4 - (n_more % 4 == 0))
 
     reference = TinyLlama(path)

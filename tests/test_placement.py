@@ -166,7 +166,8 @@ def test_adapters(library, job, tmp_path, fused):
 @pytest.mark.parametrize("n_head_kv", [1, 4])
 def test_other_policies(library, job, n_head_kv, fused):
     others = [{"value": "vatp"}, {"value": "caote"}, {"score": "key-norm", "value": "none"},
-              {"score": "keydiff", "value": "none"}, {"heads": "shared", "value": "none"}]  # fmt: skip
+              {"score": "keydiff", "value": "none"}, {"heads": "shared", "value": "none"},
+              {"heads": "adaptive"}, {"heads": "adaptive", "norm": "l1", "measure": True}]  # fmt: skip
     policies = ({"window": 256}, {"window": 256, "aggregate": "mean"}, {"pool": 1}, {"pool": 63}, {"value": "none"},
                 *others)  # fmt: skip
     shape, model = {"n_head_kv": n_head_kv}, {"kv_budget": 400}
@@ -174,6 +175,28 @@ def test_other_policies(library, job, n_head_kv, fused):
     for each, got in zip(jobs, mock_cuda.answers(library, jobs, fused=fused), strict=True):
         on_device(got["placement"])
         assert fused or got["kept"] == mock_cuda.answer(each)["kept"]
+
+
+@FUSED
+@pytest.mark.parametrize("arch", families())
+def test_what_is_measured(library, job, arch, fused):
+    """Bound and change are computed on the device too, also where the policy itself asks no query."""
+    recency = {"score": "recency", "value": "none"}
+    policies = [POLICIES[0], {**POLICIES[2], "window": 64}, POLICIES[4], recency]
+    kinds = list(KINDS)
+    at = list(FAMILIES).index(arch)
+    jobs = [job(arch, kinds[(at + i) % len(kinds)], {**policy, "measure": True}, model={"kv_budget": 96}, evict=96)
+            for i, policy in enumerate(policies)]  # fmt: skip
+    for each, got in zip(jobs, mock_cuda.answers(library, jobs, fused=fused), strict=True):
+        on_device(got["placement"])
+        want = mock_cuda.answer(each)
+        assert len(got["change"]) == len(got["bound"]) == got["layers"]
+        if got["kept"] == want["kept"]:  # kernels may round a tie to another side
+            rounding = L1_ROUNDING if fused and each["policy"].get("norm") == "l1" else 1e-5
+            assert np.allclose(got["bound"], want["bound"], rtol=rounding)
+            assert np.allclose(got["change"], want["change"], rtol=1e-5)
+        else:
+            assert fused
 
 
 # Relative. The standard graphs round the query to the type of an f16 or bf16 cache; the L1 kernel rounds values and W_O
@@ -220,6 +243,26 @@ def test_layers_left_on_the_host_are_seen(library, job):
 def test_queries_are_saved_on_the_device(library, job):
     (got,) = mock_cuda.answers(library, [job()])
     assert got["set_rows"] == 3 * got["layers"]  # a token's K, V and query
+
+
+@FUSED
+@pytest.mark.parametrize("arch", families("llama", "gemma3", "gpt-oss", "lfm2"))
+def test_heads_of_different_lengths(library, job, arch, fused):
+    """Evictions of such heads, and the attention over them, in every mode of prefill and with every type of cache."""
+    jobs = []
+    for i, kind in enumerate(KINDS):
+        mode = MODES[i % len(MODES)]
+        policy = {"heads": "adaptive", "slack": 16, **POLICIES[i % len(POLICIES)]}
+        model = {"n_ubatch": 128, "n_ctx": 2048, **mode["model"]}
+        jobs.append(job(arch, kind, policy, n=500, **{**mode, "model": model}))
+        jobs[-1]["n"] = 80
+    for each, got in zip(jobs, mock_cuda.answers(library, jobs, fused=fused), strict=True):
+        on_device(got["placement"])
+        n_head_kv = len(got["kept"][0])
+        assert got["evictions"] >= 3
+        assert got["set_rows"] >= (2 * n_head_kv + 1) * got["layers"]
+        assert got["attended"] >= n_head_kv * got["layers"]
+        assert fused or got["kept"] == mock_cuda.answer(each)["kept"]
 
 
 @pytest.mark.parametrize("arch", families("llama", "gemma3", "gpt-oss", "lfm2"))

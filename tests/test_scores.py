@@ -100,7 +100,7 @@ def test_scores_without_projection_block_by_block(make_tiny, load, tokens, name)
 @pytest.mark.parametrize("wo_type", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_every_kind_of_output_projection(make_tiny, load, tokens, norm, wo_type):
-    # Q4_0, Q4_K and, with AMX, the others too are kept in another layout by the CPU backend and are unpacked by multiplying
+    # Q4_0, Q4_K and, with AMX, the others too have another layout on the CPU and are unpacked by multiplying
     path = make_tiny(wo_type=wo_type)
     llm = load(path, kv_budget=64, kv_policy=KVPolicy(norm=norm), n_ctx=1024)
     prefill_only(llm, tokens(200))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.select import select
+from reference.select import select, share
 
 from pycriticalkv import PRESETS, KVPolicy
-from pycriticalkv.store import select_entries
+from pycriticalkv.store import select_entries, share_budget
 
 # few different values, so that ties are everywhere, and some of very different size
 SCORES = st.one_of(
@@ -46,10 +46,42 @@ def test_same_as_brute_force(case, name):
     policy = preset(name, **case["policy"])
     got = select_entries(policy, case["budget"], case["positions"], attn=case["attn"], norm=case["norm"])
     want = select(
-        name, len(case["positions"]), case["budget"], policy.window, policy.sinks,
+        name.removeprefix("ada-"), len(case["positions"]), case["budget"], policy.window, policy.sinks,
         attn=case["attn"], norm=case["norm"], alpha=policy.alpha, eps=policy.eps, positions=case["positions"],
     )  # fmt: skip
     assert got.tolist() == want
+
+
+@st.composite
+def layers(draw):
+    window, sinks, n_head = draw(st.integers(1, 4)), draw(st.integers(0, 3)), draw(st.integers(1, 5))
+    least = window + sinks + 1
+    n = draw(st.lists(st.integers(least, 40), min_size=n_head, max_size=n_head))
+    # heads of an evicted cache: sinks and window in all of them, gaps between
+    positions = [
+        sorted(
+            {*range(sinks), *draw(st.permutations(range(sinks, 60)))[: count - window - sinks], *range(60, 60 + window)}
+        )
+        for count in n
+    ]
+    attn = [draw(st.lists(SCORES, min_size=len(p) - window, max_size=len(p) - window)) for p in positions]
+    policy = {"window": window, "sinks": sinks, "head_floor": draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]))}
+    return policy, positions, attn, draw(st.integers(least, 45))
+
+
+@given(layers(), st.sampled_from(["mean", "max"]))
+@settings(max_examples=400, deadline=None)
+def test_heads_share_a_budget_as_by_brute_force(case, aggregate):
+    chosen, positions, attn, budget = case
+    policy = KVPolicy(heads="adaptive", aggregate=aggregate, **chosen)
+    got = share_budget(policy, budget, positions, attn=attn).tolist()
+    want = share(
+        positions, attn, budget, policy.window, policy.sinks, policy.head_floor, floored=aggregate == "max"
+    )  # fmt: skip
+    assert got == want
+    total = sum(len(p) for p in positions)
+    assert sum(got) == min(total, budget * len(positions))
+    assert all(policy.window + policy.sinks < b <= len(p) for b, p in zip(got, positions, strict=True))
 
 
 def splitmix64(x):

@@ -172,8 +172,9 @@ def native_load(llm, blob):
     return llama_cpp.llama_state_set_data(llm.ctx, raw, len(blob))
 
 
-def test_native_blobs_are_checked_before_anything_changes(tiny, load, tokens):
-    llm = load(tiny, kv_budget=64, n_ctx=1024)
+@pytest.mark.parametrize("heads", ["uniform", "adaptive"])
+def test_native_blobs_are_checked_before_anything_changes(tiny, load, tokens, heads):
+    llm = load(tiny, kv_budget=64, kv_policy=KVPolicy(heads=heads), n_ctx=1024)
     llm.eval(tokens(300))
     size = llama_cpp.llama_state_get_size(llm.ctx)
     raw = (ctypes.c_uint8 * size)()

@@ -77,6 +77,7 @@ enum criticalkv_norm {
 enum criticalkv_heads {
     CRITICALKV_HEADS_UNIFORM = 0, /* each head the same number, of its own choice */
     CRITICALKV_HEADS_SHARED  = 1, /* all heads the same entries, by the mean of their scores (TOVA, arXiv 2401.06104) */
+    CRITICALKV_HEADS_ADAPTIVE = 2, /* as many as the best entries of the layer are in it (Ada-KV, arXiv 2407.11550) */
 };
 
 struct criticalkv_params {
@@ -86,13 +87,15 @@ struct criticalkv_params {
     int32_t  sinks;  /* first positions, always kept; >= 0 */
     int32_t  pool;   /* odd width of the average pool over entries, 1..63 */
     int32_t  score;  /* enum criticalkv_score */
-    int32_t  aggregate; /* enum criticalkv_aggregate */
-    int32_t  value;     /* enum criticalkv_value */
-    int32_t  norm;      /* enum criticalkv_norm */
-    int32_t  heads;     /* enum criticalkv_heads */
-    double   alpha;     /* share of the free budget that stage 1 takes, 0..1 */
-    double   eps;       /* added to the attention in stage 2 (mean aggregate only), >= 0 */
-    uint64_t seed;      /* of CRITICALKV_SCORE_RANDOM */
+    int32_t  aggregate;  /* enum criticalkv_aggregate */
+    int32_t  value;      /* enum criticalkv_value */
+    int32_t  norm;       /* enum criticalkv_norm */
+    int32_t  heads;      /* enum criticalkv_heads */
+    double   alpha;      /* share of the free budget that stage 1 takes, 0..1 */
+    double   eps;        /* added to the attention in stage 2 (mean aggregate only), >= 0 */
+    uint64_t seed;       /* of CRITICALKV_SCORE_RANDOM */
+    double   head_floor; /* share of the mean free budget that each adaptive head gets at least, 0..1 */
+    int32_t  measure; /* 1: evictions measure what they change (criticalkv_get_change); changes nothing that is kept */
 };
 
 struct criticalkv_stats {
@@ -100,9 +103,10 @@ struct criticalkv_stats {
     int32_t n_layer;         /* layers with a cache */
     int32_t evicted_at;      /* positions there were at the last eviction, 0 before any */
     int32_t n_queries;       /* queries of the window that are known, at most `window`; an eviction needs one */
+    bool    ragged;          /* whether heads may hold different numbers of entries now */
     bool    evicted;         /* whether entries were evicted since the cache was last cleared, or before it was saved */
     int64_t n_tokens;        /* positions of the sequence so far, evicted ones included */
-    int64_t n_entries;       /* entries of one head now (uniform budgets: the same for all) */
+    int64_t n_entries;       /* entries of one head now; of adaptive heads the mean, the same in all layers */
     int64_t n_entries_peak;  /* the most that one head has held at the start of a decode, or now */
     int64_t bytes_entries;   /* bytes of K and V of all entries now */
     int64_t bytes_allocated; /* bytes of the K and V buffers as allocated */
@@ -117,6 +121,7 @@ struct criticalkv_stats {
     double  seconds_score;
     double  seconds_select;
     double  seconds_compact;
+    double  seconds_measure;
     double  seconds_total; /* of all evictions, the new reservation of the graph included */
 };
 
@@ -131,6 +136,7 @@ struct criticalkv_layer_info {
 
 /* What criticalkv_read returns. All f32, dequantized, the last dimension contiguous. */
 enum criticalkv_tensor {
+    /* adaptive heads, after an eviction: one head after the other, [n of the head, n_embd_k] */
     CRITICALKV_TENSOR_K = 0, /* [n, n_head_kv, n_embd_k], in slot order, rotated as cached */
     CRITICALKV_TENSOR_V = 1, /* [n, n_head_kv, n_embd_v] */
     CRITICALKV_TENSOR_Q = 2, /* [m, n_head, n_embd_k]: the saved queries of the window, oldest first, m <= window */
@@ -208,6 +214,14 @@ CRITICALKV_API int criticalkv_reserve(struct llama_context * ctx, int64_t n);
 
 CRITICALKV_API int criticalkv_get_stats(const struct llama_context * ctx, struct criticalkv_stats * stats);
 
+/* What the last eviction changed in a layer, for the queries that it asked (of the window, or peeked at); NaN before any
+ * eviction and without params.measure. criticalkv-change.h has the formulas.
+ * bound: the worst case of the norms' argument, for the mean attention of all queries and of the heads of a group, over
+ * the sum of attention times norm of all entries: 0 if nothing was lost, about 2 if everything was.
+ * change: mean over the queries of |o' - o|_2 / |o|_2, o the layer's attention output through W_O over all entries, without
+ * its bias, o' the same over those that were kept. */
+CRITICALKV_API int criticalkv_get_change(const struct llama_context * ctx, int32_t il, double * bound, double * change);
+
 /* Layers of the model that have a cache, ascending: writes at most `capacity` of them; stats.n_layer is their number. */
 CRITICALKV_API int criticalkv_get_layers(const struct llama_context * ctx, int32_t * out, int32_t capacity);
 
@@ -235,6 +249,13 @@ CRITICALKV_API size_t criticalkv_read(struct llama_context * ctx, int32_t which,
 CRITICALKV_API int32_t criticalkv_select(const struct criticalkv_params * params, int32_t budget, int32_t il,
                                          int32_t head, int32_t n, const int32_t * pos, const float * attn,
                                          const float * norm, int32_t * out);
+
+/* How the heads of one layer share a budget, a pure function: n_head_kv heads with n[head] entries each; pos: their positions,
+ * head by head; attn: n[head] - window scores each, head by head (may be NULL where the policy does not use them). Writes
+ * n_head_kv budgets to out. */
+CRITICALKV_API int criticalkv_share(const struct criticalkv_params * params, int32_t budget, int32_t il,
+                                    int32_t n_head_kv, const int32_t * n, const int32_t * pos, const float * attn,
+                                    int32_t * out);
 
 /* A hash over names, shapes and types of all weights and over the values of the small ones (norms, biases): it tells
  * kinds of models apart, not every two models of the same shape. 0 without a store. */

@@ -132,6 +132,16 @@ int criticalkv_get_stats(const llama_context * ctx, criticalkv_stats * stats) {
     });
 }
 
+int criticalkv_get_change(const llama_context * ctx, int32_t il, double * bound, double * change) {
+    return guarded([&] {
+        require_pointer(bound, "bound");
+        require_pointer(change, "change");
+        const criticalkv::measurement m = store_of(ctx).measured_of(il);
+        *bound                          = m.bound;
+        *change                         = m.change;
+    });
+}
+
 int criticalkv_get_layers(const llama_context * ctx, int32_t * out, int32_t capacity) {
     return guarded([&] {
         require_pointer(out, "out");
@@ -212,6 +222,36 @@ int32_t criticalkv_select(const criticalkv_params * params, int32_t budget, int3
         kept = (int32_t) idx.size();
     });
     return status == CRITICALKV_OK ? kept : -1;
+}
+
+int criticalkv_share(const criticalkv_params * params, int32_t budget, int32_t il, int32_t n_head_kv, const int32_t * n,
+                     const int32_t * pos, const float * attn, int32_t * out) {
+    return guarded([&] {
+        require_pointer(params, "params");
+        require_pointer(n, "n");
+        require_pointer(pos, "pos");
+        require_pointer(out, "out");
+        criticalkv::check_params(*params);
+        if (criticalkv::reads_cache(*params)) {
+            require_pointer(attn, "attn");
+        }
+        if (budget < criticalkv::least_budget(*params)) {
+            throw criticalkv::error(CRITICALKV_ERR_ARGUMENT,
+                                    "budget is " + std::to_string(budget) + ", allowed: at least window + sinks + 1");
+        }
+        std::vector<criticalkv::head_entries> heads;
+        for (int32_t head = 0; head < n_head_kv; ++head) {
+            if (n[head] <= params->window) {
+                throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "n of a head is " + std::to_string(n[head]) +
+                                                                     ", allowed: more than the window");
+            }
+            heads.push_back({ il, head, n[head], pos, attn, nullptr });
+            pos += n[head];
+            attn = attn == nullptr ? nullptr : attn + n[head] - params->window;
+        }
+        const std::vector<int32_t> budgets = criticalkv::share_budget(*params, budget, heads);
+        std::copy(budgets.begin(), budgets.end(), out);
+    });
 }
 
 uint64_t criticalkv_model_fingerprint(const llama_context * ctx) {

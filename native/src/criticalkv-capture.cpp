@@ -3,10 +3,13 @@
 // The query of position p is written to row p % ring, so the graph of a decode stays the same from token to token and
 // llama.cpp keeps reusing it: only the row indices, an input, change.
 
+#include "criticalkv-ragged.h"
 #include "criticalkv-store.h"
 #include "llama-graph.h"
+#include "llama-kv-cells.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace criticalkv {
 
@@ -52,11 +55,11 @@ static ggml_tensor * query_rows(store & owner, ggml_context * ctx, llm_graph_res
     return rows;
 }
 
-void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
-                    const attention_call & call) {
+ggml_tensor * store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
+                             const attention_call & call) {
     const auto found = std::find_if(layers.begin(), layers.end(), [&](const layer & l) { return l.il == call.il; });
     if (found == layers.end()) {
-        return;
+        return nullptr;
     }
     layer & l      = *found;
     l.captured     = true;
@@ -76,7 +79,7 @@ void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res
     const int64_t n = std::min<int64_t>(ring(), ubatch.n_tokens);
     if (q->ne[2] < n) {
         l.refused = "it does not hand all queries to its attention";
-        return;
+        return nullptr;
     }
     q = ggml_view_3d(ctx, q, q->ne[0], q->ne[1], n, q->nb[1], q->nb[2], (q->ne[2] - n) * q->nb[2]);
     if (!ggml_is_contiguous(q)) {
@@ -84,6 +87,36 @@ void store::capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res
     }
     q = ggml_reshape_2d(ctx, q, q->ne[0] * q->ne[1], n);
     ggml_build_forward_expand(gf, ggml_set_rows(ctx, l.queries, q, query_rows(*this, ctx, res, n)));
+    return l.rows.is_ragged() ? attend_ragged(*this, ctx, gf, res, l, call) : nullptr;
+}
+
+bool store::is_ragged(int32_t il) const {
+    return std::any_of(layers.begin(), layers.end(), [&](const layer & l) { return l.il == il && l.rows.is_ragged(); });
+}
+
+int64_t store::longest_base() const {
+    int64_t longest = 0;
+    for (const layer & l : layers) {
+        for (const int64_t base : l.rows.base) {
+            longest = std::max(longest, base);
+        }
+    }
+    return longest;
+}
+
+void store::fill_mask(const llama_ubatch & ubatch, int64_t base, int64_t slots, int64_t width, uint16_t * out) const {
+    const uint16_t seen   = ggml_fp32_to_fp16(0.0f);
+    const uint16_t unseen = ggml_fp32_to_fp16(-INFINITY);
+    for (uint32_t t = 0; t < ubatch.n_tokens; ++t) {
+        uint16_t * row = out + t * width;
+        std::fill_n(row, base, seen);
+        std::fill_n(row + base, width - base, unseen);
+        for (int64_t i = 0; i < slots; ++i) {
+            if (!cells().is_empty((uint32_t) i) && cells().pos_get((uint32_t) i) <= ubatch.pos[t]) {
+                row[base + i] = seen;
+            }
+        }
+    }
 }
 
 void store::note_query(int32_t pos) {

@@ -21,10 +21,10 @@ static ggml_tensor * unlikeness(ggml_context * ctx, ggml_tensor * k) {
     return ggml_scale(ctx, ggml_reshape_2d(ctx, cosines, k->ne[1], k->ne[2]), -1.0f);
 }
 
-void key_scores(llama_context & lctx, int32_t score, const layer & l, int64_t n, int64_t n_before, float * out) {
-    const int64_t d = l.info.n_embd_k;
-    compute_by_heads(lctx, l, d, n, n_before, out, [&](graph & gr, const head_range & of) {
-        ggml_tensor * k = to_f32(gr.ctx(), head_rows(gr, l.rows.k, d, of));
+void key_scores(llama_context & lctx, int32_t score, const layer & l, const head_range & all, int64_t n_before,
+                float * out) {
+    compute_by_heads(lctx, all, l.info.n_embd_k, n_before, out, [&](graph & gr, const head_range & of) {
+        ggml_tensor * k = to_f32(gr.ctx(), key_rows(gr, l, of));
         return score == CRITICALKV_SCORE_KEYDIFF ? unlikeness(gr.ctx(), k) : negative_norms(gr.ctx(), k);
     });
 }

@@ -1,6 +1,7 @@
 #include "criticalkv-memory.h"
 
 #include "criticalkv-error.h"
+#include "criticalkv-ragged.h"
 #include "criticalkv-store.h"
 #include "llama-context.h"
 #include "llama-kv-cache.h"
@@ -40,13 +41,44 @@ ggml_backend_buffer_ptr allocate_tensors(ggml_context * ctx, ggml_backend_buffer
     return ggml_backend_buffer_ptr(ggml_backend_alloc_ctx_tensors_from_buft(ctx, buft));
 }
 
-kv_rows allocate_rows(const layer & l, int64_t capacity) {
+int64_t kv_rows::first_row(int64_t head) const {
+    int64_t row = 0;
+    for (int64_t i = 0; i < head; ++i) {
+        row += base[i] + capacity;
+    }
+    return row;
+}
+
+static ggml_tensor * head_view(ggml_context * ctx, const kv_rows & rows, ggml_tensor * cache, int64_t d,
+                               const head_range & of) {
+    const size_t head_bytes = ggml_row_size(cache->type, d);
+    const size_t offset     = rows.is_ragged() ? (size_t) rows.first_row(of.head) * cache->nb[1] : of.head * head_bytes;
+    return ggml_view_3d(ctx, cache, d, of.n, of.heads, cache->nb[1], head_bytes, offset + of.first * cache->nb[1]);
+}
+
+ggml_tensor * key_view(ggml_context * ctx, const layer & l, const kv_rows & rows, const head_range & of) {
+    return head_view(ctx, rows, rows.k, l.info.n_embd_k, of);
+}
+
+ggml_tensor * value_view(ggml_context * ctx, const layer & l, const kv_rows & rows, const head_range & of) {
+    return head_view(ctx, rows, rows.v, l.info.n_embd_v, of);
+}
+
+// Attention on a device may read that many rows after a head's last (criticalkv-ragged.cpp).
+static int64_t spare_rows(const layer & l) {
+    return ggml_backend_buft_is_host(l.buft) ? 0 : RAGGED_PADDING;
+}
+
+kv_rows allocate_rows(const layer & l, int64_t capacity, std::vector<int64_t> base) {
     kv_rows r;
-    r.capacity = capacity;
-    r.ctx      = tensor_context(2);
-    r.k        = ggml_new_tensor_2d(r.ctx.get(), l.k->type, l.k->ne[0], capacity);
-    r.v        = ggml_new_tensor_2d(r.ctx.get(), l.v->type, l.v->ne[0], capacity);
-    r.buf      = allocate_tensors(r.ctx.get(), l.buft);
+    r.capacity          = capacity;
+    r.base              = std::move(base);
+    const bool    split = r.is_ragged();
+    const int64_t n     = split ? r.first_row(l.info.n_head_kv) + spare_rows(l) : capacity;
+    r.ctx               = tensor_context(2);
+    r.k                 = ggml_new_tensor_2d(r.ctx.get(), l.k->type, split ? l.info.n_embd_k : l.k->ne[0], n);
+    r.v                 = ggml_new_tensor_2d(r.ctx.get(), l.v->type, split ? l.info.n_embd_v : l.v->ne[0], n);
+    r.buf               = allocate_tensors(r.ctx.get(), l.buft);
     if (!r.buf) {
         const size_t bytes = ggml_nbytes(r.k) + ggml_nbytes(r.v);
         throw error(CRITICALKV_ERR_MEMORY, "no memory for " + std::to_string(capacity) +
@@ -57,16 +89,43 @@ kv_rows allocate_rows(const layer & l, int64_t capacity) {
     return r;
 }
 
-void copy_rows(ggml_tensor * from, ggml_tensor * to, int64_t n) {
+static void copy_range(ggml_tensor * from, int64_t from_row, ggml_tensor * to, int64_t to_row, int64_t n) {
     if (n == 0) {
         return;
     }
     ggml_context_ptr ctx    = tensor_context(2);
-    ggml_tensor *    source = ggml_view_2d(ctx.get(), from, from->ne[0], n, from->nb[1], 0);
-    ggml_tensor *    target = ggml_view_2d(ctx.get(), to, to->ne[0], n, to->nb[1], 0);
+    ggml_tensor *    source = ggml_view_2d(ctx.get(), from, from->ne[0], n, from->nb[1], from_row * from->nb[1]);
+    ggml_tensor *    target = ggml_view_2d(ctx.get(), to, to->ne[0], n, to->nb[1], to_row * to->nb[1]);
     ggml_backend_view_init(source);
     ggml_backend_view_init(target);
     ggml_backend_tensor_copy(source, target);
+}
+
+void copy_rows(const layer & l, const kv_rows & from, kv_rows & to, int64_t n) {
+    for (int32_t head = 0; head < (from.is_ragged() ? l.info.n_head_kv : 1); ++head) {
+        const int64_t source = from.is_ragged() ? from.first_row(head) : 0;
+        const int64_t target = to.is_ragged() ? to.first_row(head) : 0;
+        copy_range(from.k, source, to.k, target, from.base_of(head) + n);
+        copy_range(from.v, source, to.v, target, from.base_of(head) + n);
+    }
+}
+
+static void reshape_rows(ggml_tensor * t, int64_t ne0, int64_t ne1) {
+    t->ne[0] = ne0;
+    t->ne[1] = ne1;
+    t->nb[1] = ggml_row_size(t->type, ne0);
+    t->nb[2] = t->nb[3] = t->nb[1] * ne1;
+}
+
+void make_uniform(layer & l) {
+    kv_rows & r = l.rows;
+    if (!r.is_ragged()) {
+        return;
+    }
+    r.capacity = r.k->ne[1] / l.info.n_head_kv;  // not less than it had slots
+    r.base.clear();
+    reshape_rows(r.k, l.k->ne[0], r.capacity);
+    reshape_rows(r.v, l.v->ne[0], r.capacity);
 }
 
 void adopt_rows(layer & l, kv_rows && rows) {
@@ -107,21 +166,26 @@ int64_t store::capacity() const {
 // llama.cpp's 256 keeps graphs the same for longer and suits GPU kernels. Flash attention on the CPU gives each thread an
 // equal share of the slots, empty ones included, so at a small budget a finer padding is faster. Before an eviction the
 // padding stays: another split of the slots would round differently than the cache without a budget.
-static int64_t padding(const layer & l, bool evicted) {
-    return evicted && ggml_backend_buft_is_host(l.buft) ? 64 : 256;
+// All layers have the same, and with some of them on a device it is the device's.
+static int64_t padding(const std::vector<layer> & layers, bool evicted) {
+    const bool on_host =
+        std::all_of(layers.begin(), layers.end(), [](const layer & l) { return ggml_backend_buft_is_host(l.buft); });
+    return evicted && on_host ? 64 : 256;
 }
 
 uint32_t store::kv_padding() const {
-    return (uint32_t) padding(layers[0], evicted);
+    return (uint32_t) padding(layers, evicted);
 }
 
 int64_t store::padded(int64_t n) const {
     return std::min<int64_t>(GGML_PAD(std::max<int64_t>(n, 1), (int64_t) kv_padding()), cells().size());
 }
 
-// Room for the entries that an eviction leaves and those that generation adds until the next one.
-int64_t store::evicted_capacity(int64_t n_keep, int64_t slack) const {
-    return std::min<int64_t>(GGML_PAD(n_keep + slack, padding(layers[0], true)), cells().size());
+// Slots for the entries that an eviction leaves and those that generation adds until the next one. Where heads keep
+// different numbers, slots are for the window and one entry before it.
+int64_t store::evicted_capacity(int64_t budget, int64_t slack) const {
+    const int64_t n_keep = is_ragged() ? params.window + 1 : budget;
+    return std::min<int64_t>(GGML_PAD(n_keep + slack, padding(layers, true)), cells().size());
 }
 
 int64_t store::bytes_allocated() const {
@@ -137,12 +201,11 @@ void store::note_allocated(int64_t bytes) {
 }
 
 void store::resize_layer(layer & l, int64_t capacity) {
-    kv_rows       rows = allocate_rows(l, capacity);
+    kv_rows       rows = allocate_rows(l, capacity, l.rows.base);
     const int64_t n    = std::min({ (int64_t) cells().used_max_p1(), l.rows.capacity, capacity });
     note_allocated(bytes_allocated() + rows.bytes());
     if (l.rows.buf) {
-        copy_rows(l.rows.k, rows.k, n);
-        copy_rows(l.rows.v, rows.v, n);
+        copy_rows(l, l.rows, rows, n);
     }
     memory_version += 1;
     adopt_rows(l, std::move(rows));
@@ -188,7 +251,8 @@ void store::reserve(llama_context & lctx, int64_t n) {
         throw error(CRITICALKV_ERR_ARGUMENT,
                     "n is " + std::to_string(n) + ", allowed: 0 to " + std::to_string(cells().size()) + " (n_ctx)");
     }
-    const int64_t target = padded(std::max<int64_t>(n, cells().used_max_p1()));
+    const int64_t slots  = n - (n_entries() - n_used());
+    const int64_t target = padded(std::max<int64_t>(slots, cells().used_max_p1()));
     const int64_t usual  = evicted ? std::max(target, evicted_capacity(budget, slack)) : target;
     int64_t       most   = 0;
     for (const layer & l : layers) {

@@ -15,14 +15,16 @@ static constexpr int64_t HEADS_PER_GRAPH = 32;
 static constexpr size_t  MAX_NODES       = 512;
 static constexpr int64_t L1_COLUMNS      = 256;  // entries projected at once without the fused op
 
-ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, const head_range & of) {
-    const size_t row = ggml_row_size(cache->type, d);
-    return ggml_view_3d(ctx, cache, d, of.n, of.heads, cache->nb[1], row, of.first * cache->nb[1] + of.head * row);
+static ggml_tensor * dequantized(graph & gr, ggml_tensor * rows, const head_range & of) {
+    return ggml_is_quantized(rows->type) ? ggml_get_rows(gr.ctx(), rows, gr.ranges(of.n, of.heads)) : rows;
 }
 
-ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_range & of) {
-    ggml_tensor * rows = head_view(gr.ctx(), cache, d, of);
-    return ggml_is_quantized(cache->type) ? ggml_get_rows(gr.ctx(), rows, gr.ranges(of.n, of.heads)) : rows;
+ggml_tensor * key_rows(graph & gr, const layer & l, const head_range & of) {
+    return dequantized(gr, key_view(gr.ctx(), l, l.rows, of), of);
+}
+
+ggml_tensor * value_rows(graph & gr, const layer & l, const head_range & of) {
+    return dequantized(gr, value_view(gr.ctx(), l, l.rows, of), of);
 }
 
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b) {
@@ -39,18 +41,18 @@ ggml_tensor * root_of_squares(ggml_context * ctx, ggml_tensor * x) {
     return ggml_sqrt(ctx, ggml_reshape_2d(ctx, ggml_sum_rows(ctx, ggml_mul(ctx, x, x)), x->ne[1], x->ne[2]));
 }
 
-void compute_by_heads(llama_context & lctx, const layer & l, int64_t d, int64_t n, int64_t n_before, float * out,
+void compute_by_heads(llama_context & lctx, const head_range & all, int64_t d, int64_t n_before, float * out,
                       const build_heads & build) {
-    const int64_t at_once = std::max<int64_t>(1, MAX_ELEMENTS / (n * d));
-    for (int64_t head = 0; head < l.info.n_head_kv; head += at_once) {
-        const head_range of = { head, std::min<int64_t>(at_once, l.info.n_head_kv - head), 0, n };
+    const int64_t at_once = std::max<int64_t>(1, MAX_ELEMENTS / (all.n * d));
+    for (int64_t done = 0; done < all.heads; done += at_once) {
+        const head_range of = { all.head + done, std::min<int64_t>(at_once, all.heads - done), 0, all.n };
         graph            gr(MAX_NODES);
         ggml_tensor *    result = build(gr, of);
         gr.output(result);
         gr.compute(lctx);
-        const std::vector<float> all = read_f32(result);
+        const std::vector<float> part = read_f32(result);
         for (int64_t i = 0; i < of.heads; ++i) {
-            std::copy_n(all.begin() + i * n, n_before, out + (head + i) * n_before);
+            std::copy_n(part.begin() + i * all.n, n_before, out + (done + i) * n_before);
         }
     }
 }
@@ -83,10 +85,8 @@ static ggml_tensor * dequantized_wo(graph & gr, const layer & l, std::vector<flo
     return ggml_cont(ctx, ggml_transpose(ctx, ggml_scale(ctx, columns, 1.0f / UNIT)));
 }
 
-// W_O for values as the cache holds them: the model's weights, with its adapters, after the inverse of the cache's
-// rotation.
-static unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::vector<lora_part> & loras, bool turned,
-                             ggml_type type = GGML_TYPE_F32) {
+unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::vector<lora_part> & loras, bool turned,
+                      ggml_type type) {
     unpacked_wo u;
     u.turned              = turned;
     ggml_init_params init = {};
@@ -128,6 +128,14 @@ static ggml_tensor * gram_view(ggml_context * ctx, ggml_tensor * gram, int64_t i
     return ggml_view_2d(ctx, gram, gram->ne[0], gram->ne[1], gram->nb[1], i * gram->nb[2]);
 }
 
+static ggml_tensor * gram_views(ggml_context * ctx, ggml_tensor * gram, int64_t first, int64_t n) {
+    return ggml_view_3d(ctx, gram, gram->ne[0], gram->ne[1], n, gram->nb[1], gram->nb[2], first * gram->nb[2]);
+}
+
+static ggml_tensor * rows_of(ggml_context * ctx, ggml_tensor * t, int64_t first, int64_t n) {
+    return ggml_view_2d(ctx, t, t->ne[0], n, t->nb[1], first * t->nb[1]);
+}
+
 // gram = mean over the query heads [first, first + count) of W_h W_h^T.
 static void compute_gram(llama_context & lctx, const layer & l, const unpacked_wo & wo, int64_t i, int64_t first,
                          int64_t count) {
@@ -153,8 +161,9 @@ static void compute_gram(llama_context & lctx, const layer & l, const unpacked_w
 // Whether the layer's device has a kernel for the L1 norm.
 static bool fuses_l1(const layer & l) {
     graph         gr(8);
-    ggml_tensor * w = ggml_new_tensor_2d(gr.ctx(), GGML_TYPE_F16, l.wo->ne[1], l.wo->ne[0]);
-    ggml_tensor * v = head_view(gr.ctx(), l.rows.v, l.info.n_embd_v, { 0, l.info.n_head_kv, 0, 1 });
+    const int64_t heads = l.rows.is_ragged() ? 1 : l.info.n_head_kv;
+    ggml_tensor * w = ggml_new_tensor_2d(gr.ctx(), GGML_TYPE_F16, l.wo->ne[1], l.wo->ne[0] / l.info.n_head_kv * heads);
+    ggml_tensor * v = value_view(gr.ctx(), l, l.rows, { 0, heads, 0, 1 });
     return device_fuses(l.buft, fused_l1(gr.ctx(), v, w));
 }
 
@@ -198,7 +207,7 @@ static void norms_by_gram(llama_context & lctx, const layer & l, const head_rang
     for (int64_t done = 0; done < per_head; done += HEADS_PER_GRAPH) {
         graph          gr(MAX_NODES);
         ggml_context * ctx = gr.ctx();
-        ggml_tensor *  v   = to_f32(ctx, head_rows(gr, l.rows.v, d, of));
+        ggml_tensor *  v   = to_f32(ctx, value_rows(gr, l, of));
         ggml_tensor *  one = gr.input(GGML_TYPE_F32, d, 1, ones.data());
         ggml_tensor *  sum = nullptr;
         for (int64_t i = done; i < std::min(done + HEADS_PER_GRAPH, per_head); ++i) {
@@ -221,7 +230,7 @@ static void norms_l1_fused(llama_context & lctx, const layer & l, const unpacked
                            float * out) {
     graph         gr(MAX_NODES);
     const int     g    = l.info.n_head / l.info.n_head_kv;
-    ggml_tensor * v    = to_f32(gr.ctx(), head_rows(gr, l.rows.v, l.info.n_embd_v, { head, 1, 0, n }));
+    ggml_tensor * v    = to_f32(gr.ctx(), value_rows(gr, l, { head, 1, 0, n }));
     ggml_tensor * norm = l1_norm_cpu(gr.ctx(), v, wo.w, head * g, g);
     gr.output(norm);
     gr.compute(lctx);
@@ -240,7 +249,7 @@ static void norms_l1_standard(llama_context & lctx, const layer & l, const unpac
         for (int64_t done = 0; done < g; done += HEADS_PER_GRAPH) {
             graph          gr(MAX_NODES);
             ggml_context * ctx = gr.ctx();
-            ggml_tensor *  v   = to_f32(ctx, head_rows(gr, l.rows.v, d, { head, 1, c, width }));
+            ggml_tensor *  v   = to_f32(ctx, value_rows(gr, l, { head, 1, c, width }));
             ggml_tensor *  one = gr.input(GGML_TYPE_F32, wo.w->ne[1], 1, ones.data());
             ggml_tensor *  sum = nullptr;
             for (int64_t h = head * g + done; h < head * g + std::min(done + HEADS_PER_GRAPH, g); ++h) {
@@ -258,38 +267,49 @@ static void norms_l1_standard(llama_context & lctx, const layer & l, const unpac
     }
 }
 
-// Norms of all KV heads by one node, if the layer's device has a kernel for it: by W_O (L1) or, without, by Gram matrices.
-static bool norms_by_kernel(llama_context & lctx, const layer & l, ggml_tensor * wo, int64_t n, float * out) {
-    graph         gr(8);
-    ggml_tensor * v    = head_view(gr.ctx(), l.rows.v, l.info.n_embd_v, { 0, l.info.n_head_kv, 0, n });
-    ggml_tensor * node = wo != nullptr ? fused_l1(gr.ctx(), v, wo) : fused_gram(gr.ctx(), v, l.gram);
+// Norms of these KV heads by one node, if the layer's device has a kernel for it: by W_O (L1) or, without, by Gram
+// matrices.
+static bool norms_by_kernel(llama_context & lctx, const layer & l, ggml_tensor * wo, const head_range & of,
+                            float * out) {
+    graph          gr(8);
+    ggml_context * ctx = gr.ctx();
+    ggml_tensor *  v   = value_view(ctx, l, l.rows, of);
+    ggml_tensor *  node;
+    if (wo != nullptr) {
+        const int64_t columns = l.info.n_embd_v * (l.info.n_head / l.info.n_head_kv);  // of W_O, per KV head
+        node                  = fused_l1(ctx, v, rows_of(ctx, wo, of.head * columns, of.heads * columns));
+    } else {
+        const int64_t per_head = l.gram->ne[2] / l.info.n_head_kv;
+        node                   = fused_gram(ctx, v, gram_views(ctx, l.gram, of.head * per_head, of.heads * per_head));
+    }
     return compute_fused(lctx, gr, l.buft, node, out);
 }
 
 void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
-                 int64_t n, float * out) {
-    const int64_t n_head_kv = l.info.n_head_kv;
-    const bool    is_l1     = params.norm == CRITICALKV_NORM_L1;
-    const bool    by_kernel = is_l1 ? wo.w->type == GGML_TYPE_F16 : !ggml_backend_buft_is_host(l.buft);
-    if (by_kernel && norms_by_kernel(lctx, l, is_l1 ? wo.w : nullptr, n, out)) {
+                 const head_range & of, float * out) {
+    const bool is_l1     = params.norm == CRITICALKV_NORM_L1;
+    const bool by_kernel = is_l1 ? wo.w->type == GGML_TYPE_F16 : !ggml_backend_buft_is_host(l.buft);
+    if (by_kernel && norms_by_kernel(lctx, l, is_l1 ? wo.w : nullptr, of, out)) {
         return;
     }
     if (is_l1 && by_kernel) {
         throw error(CRITICALKV_ERR_COMPUTE, "the device refuses the L1 norm that it took before");
     }
     if (params.norm != CRITICALKV_NORM_L1) {
-        const int64_t per_head = l.gram->ne[2] / n_head_kv;
-        const int64_t heads    = std::max<int64_t>(1, MAX_ELEMENTS / (n * l.info.n_embd_v));
-        for (int64_t head = 0; head < n_head_kv; head += heads) {
-            norms_by_gram(lctx, l, { head, std::min(heads, n_head_kv - head), 0, n }, per_head, out + head * n);
+        const int64_t per_head = l.gram->ne[2] / l.info.n_head_kv;
+        const int64_t at_once  = std::max<int64_t>(1, MAX_ELEMENTS / (of.n * l.info.n_embd_v));
+        for (int64_t done = 0; done < of.heads; done += at_once) {
+            const head_range part = { of.head + done, std::min(at_once, of.heads - done), 0, of.n };
+            norms_by_gram(lctx, l, part, per_head, out + done * of.n);
         }
         return;
     }
-    for (int32_t head = 0; head < n_head_kv; ++head) {
+    for (int64_t done = 0; done < of.heads; ++done) {
+        const int32_t head = (int32_t) (of.head + done);
         if (wo.turned) {
-            norms_l1_fused(lctx, l, wo, head, n, out + head * n);
+            norms_l1_fused(lctx, l, wo, head, of.n, out + done * of.n);
         } else {
-            norms_l1_standard(lctx, l, wo, head, n, out + head * n);
+            norms_l1_standard(lctx, l, wo, head, of.n, out + done * of.n);
         }
     }
 }

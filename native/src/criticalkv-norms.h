@@ -17,14 +17,19 @@ struct unpacked_wo {
     bool          turned = false;
 };
 
+// W_O for values as the cache holds them: the model's weights, with its adapters, after the inverse of the cache's
+// rotation.
+unpacked_wo unpack_wo(llama_context & lctx, const layer & l, const std::vector<lora_part> & loras, bool turned,
+                      ggml_type type = GGML_TYPE_F32);
+
 // What the norms of one layer need: the layer's Gram matrices, filled when they are not there or adapters are loaded, or
 // for L1 the unpacked W_O, which lives as long as the result.
 unpacked_wo prepare_norms(llama_context & lctx, const criticalkv_params & params, layer & l,
                           const std::vector<lora_part> & loras);
 
-// Norms of the first n entries, to out[n_head_kv][n].
+// Norms of some entries of some KV heads, to out[heads][n].
 void value_norms(llama_context & lctx, const criticalkv_params & params, const layer & l, const unpacked_wo & wo,
-                 int64_t n, float * out);
+                 const head_range & of, float * out);
 
 // Building blocks that the attention scores share.
 
@@ -32,20 +37,10 @@ void value_norms(llama_context & lctx, const criticalkv_params & params, const l
 // ones would make the compute buffer grow.
 constexpr int64_t MAX_ELEMENTS = 1 << 19;
 
-// Entries [first, first + n) of the KV heads [head, head + heads).
-struct head_range {
-    int64_t head;
-    int64_t heads;
-    int64_t first;
-    int64_t n;
-};
-
-// What a cache holds there, as a view: [d, n, heads].
-ggml_tensor * head_view(ggml_context * ctx, ggml_tensor * cache, int64_t d, const head_range & of);
-
-// The same. Numbers of quantized caches are dequantized: products with the quantized rows
-// themselves would round the other side too.
-ggml_tensor * head_rows(graph & gr, ggml_tensor * cache, int64_t d, const head_range & of);
+// The keys or values of some entries of some KV heads. Numbers of quantized caches are dequantized: products with the
+// quantized rows themselves would round the other side too.
+ggml_tensor * key_rows(graph & gr, const layer & l, const head_range & of);
+ggml_tensor * value_rows(graph & gr, const layer & l, const head_range & of);
 ggml_tensor * matmul(ggml_context * ctx, ggml_tensor * a, ggml_tensor * b);
 ggml_tensor * to_f32(ggml_context * ctx, ggml_tensor * x);  // contiguous
 
@@ -53,10 +48,10 @@ ggml_tensor * to_f32(ggml_context * ctx, ggml_tensor * x);  // contiguous
 // products may round to TF32 (CUDA).
 ggml_tensor * root_of_squares(ggml_context * ctx, ggml_tensor * x);
 
-// One number for each of the first n_before of n entries of all KV heads, to out[n_head_kv][n_before]. `build` makes the
-// nodes [n, heads] of some KV heads, as many as MAX_ELEMENTS of d floats per entry allow.
+// One number for each of the first n_before entries of these KV heads, to out[heads][n_before]. `build` makes the
+// nodes [n, heads] of some of them, as many as MAX_ELEMENTS of d floats per entry allow.
 using build_heads = std::function<ggml_tensor *(graph & gr, const head_range & of)>;
-void compute_by_heads(llama_context & lctx, const layer & l, int64_t d, int64_t n, int64_t n_before, float * out,
+void compute_by_heads(llama_context & lctx, const head_range & all, int64_t d, int64_t n_before, float * out,
                       const build_heads & build);
 
 }  // namespace criticalkv

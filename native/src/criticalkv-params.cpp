@@ -41,10 +41,12 @@ void check_params(const criticalkv_params & p) {
             p.aggregate, "0 or 1");
     require(p.value >= CRITICALKV_VALUE_NONE && p.value <= CRITICALKV_VALUE_CAOTE, "value", p.value, "0 to 3");
     require(p.norm >= CRITICALKV_NORM_GRAM && p.norm <= CRITICALKV_NORM_L1, "norm", p.norm, "0 to 2");
-    require(p.heads >= CRITICALKV_HEADS_UNIFORM && p.heads <= CRITICALKV_HEADS_SHARED, "heads", p.heads, "0 or 1");
-    require(p.score != CRITICALKV_SCORE_RANDOM || p.heads == CRITICALKV_HEADS_UNIFORM, "heads", p.heads,
-            "0 for random scores, which are drawn for each head");
-    require(p.value == CRITICALKV_VALUE_NONE || p.heads == CRITICALKV_HEADS_UNIFORM, "value", p.value,
+    require(p.heads >= CRITICALKV_HEADS_UNIFORM && p.heads <= CRITICALKV_HEADS_ADAPTIVE, "heads", p.heads, "0 to 2");
+    require(p.head_floor >= 0.0 && p.head_floor <= 1.0, "head_floor", p.head_floor, "0 to 1");
+    require(p.measure == 0 || p.measure == 1, "measure", p.measure, "0 or 1");
+    require(p.score != CRITICALKV_SCORE_RANDOM || p.heads != CRITICALKV_HEADS_SHARED, "heads", p.heads,
+            "not 1 for random scores, which are drawn for each head");
+    require(p.value == CRITICALKV_VALUE_NONE || p.heads != CRITICALKV_HEADS_SHARED, "value", p.value,
             "0 where heads share their entries");
     require(p.value == CRITICALKV_VALUE_NONE || p.score == CRITICALKV_SCORE_WINDOW, "value", p.value,
             "0 unless the score is window attention");
@@ -65,19 +67,21 @@ const criticalkv_params * take_prepared_params() {
 
 criticalkv_params criticalkv_params_default(void) {
     criticalkv_params p{};
-    p.budget    = 0;
-    p.slack     = 128;
-    p.window    = 16;
-    p.sinks     = 4;
-    p.pool      = 5;
-    p.score     = CRITICALKV_SCORE_WINDOW;
-    p.aggregate = CRITICALKV_AGGREGATE_MAX;
-    p.value     = CRITICALKV_VALUE_CRITICAL;
-    p.norm      = CRITICALKV_NORM_GRAM;
-    p.heads     = CRITICALKV_HEADS_UNIFORM;
-    p.alpha     = 0.5;
-    p.eps       = 1e-4;
-    p.seed      = 0;
+    p.budget     = 0;
+    p.slack      = 128;
+    p.window     = 16;
+    p.sinks      = 4;
+    p.pool       = 5;
+    p.score      = CRITICALKV_SCORE_WINDOW;
+    p.aggregate  = CRITICALKV_AGGREGATE_MAX;
+    p.value      = CRITICALKV_VALUE_CRITICAL;
+    p.norm       = CRITICALKV_NORM_GRAM;
+    p.heads      = CRITICALKV_HEADS_UNIFORM;
+    p.alpha      = 0.5;
+    p.eps        = 1e-4;
+    p.head_floor = 0.2;
+    p.seed       = 0;
+    p.measure    = 0;
     return p;
 }
 

@@ -149,7 +149,7 @@ void store::enter_layer(int32_t il, const slots_snapshot & slots) {
     rewind(slots);
     reading->window = { il, il + 1 == n_layers(model) };
     if (layer * l = evictable_layer(il)) {
-        resize_layer(*l, padded(n_entries() + reading->n_tokens));
+        resize_layer(*l, padded(n_used() + reading->n_tokens));
     }
 }
 
@@ -157,10 +157,12 @@ void store::enter_layer(int32_t il, const slots_snapshot & slots) {
 void store::leave_layer(llama_context & lctx, layer & l, int64_t capacity) {
     note_entries();
     const auto keep = choose_layer(lctx, l, reading->budget);
+    const auto now  = measure_layer(lctx, l, keep);
     const auto t0   = ggml_time_us();
-    kv_rows    rows = compact_layer(lctx, l, n_entries(), capacity, keep);
+    kv_rows    rows = compact_layer(lctx, l, capacity, keep, bases_of(l, keep));
     note_allocated(bytes_allocated() + rows.bytes());
     reading->kept.push_back(positions_of(l, keep));
+    reading->measured.push_back(now);
     adopt_rows(l, std::move(rows));
     counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;
 }
@@ -278,6 +280,7 @@ void store::finish_prompt(llama_context & lctx, int32_t new_budget, int32_t new_
         leave_layer(lctx, *l, evicted_capacity(new_budget, new_slack));
     }
     layer_lists kept = std::move(reading->kept);
+    measured         = std::move(reading->measured);
     reading.reset();
     commit(std::move(kept), {});
     return_freed_memory(before - bytes_allocated());
@@ -293,6 +296,7 @@ void store::cancel_prompt(llama_context & lctx) {
     }
     const std::vector<uint8_t> before  = std::move(reading->before);
     const criticalkv_stats     counted = counters;
+    std::vector<measurement>   last    = std::move(measured);
     lctx.synchronize();
     reading.reset();
     owner.get_memory()->clear(false);
@@ -304,6 +308,7 @@ void store::cancel_prompt(llama_context & lctx) {
     }
     if (llama_state_set_data(&lctx, before.data(), before.size()) == before.size()) {
         counters = counted;
+        measured = std::move(last);
     } else {
         owner.get_memory()->clear(false);
     }

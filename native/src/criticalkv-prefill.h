@@ -8,6 +8,8 @@
 // so logits need nothing special.
 #pragma once
 
+#include "criticalkv-change.h"
+
 #include "ggml-cpp.h"
 #include "llama-graph.h"
 
@@ -36,8 +38,9 @@ struct prefill {
     ggml_backend_buffer_ptr buf;
     ggml_tensor *           hidden = nullptr;  // F32 [n_embd, n_tokens]; without data while a model is examined
 
-    std::vector<std::vector<std::vector<int32_t>>> kept;    // [layers evicted so far][KV head]: positions
-    std::vector<uint8_t>                           before;  // state of the context, if its cache was not empty
+    std::vector<std::vector<std::vector<int32_t>>> kept;      // [layers evicted so far][KV head]: positions
+    std::vector<measurement>                       measured;  // [layers evicted so far]
+    std::vector<uint8_t>                           before;    // state of the context, if its cache was not empty
 
     bool                                    examine = false;  // note what the examination of a model needs to know
     bool                                    cut     = false;  // the graph built last began with the hidden states

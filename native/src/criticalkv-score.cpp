@@ -4,6 +4,8 @@
 // heads of one. The largest tensors are n x MAX_ROWS floats, whatever the window and the number of heads, and three of
 // them are alive at a time.
 
+#include "criticalkv-score.h"
+
 #include "criticalkv-error.h"
 #include "criticalkv-fused.h"
 #include "criticalkv-graph.h"
@@ -19,27 +21,7 @@
 
 namespace criticalkv {
 
-static constexpr size_t  MAX_NODES = 512;
-static constexpr int64_t MAX_ROWS  = 512;  // window queries times query heads in one graph
-
-// Query heads [first, first + heads * group) of the KV heads [kv_head, kv_head + heads): all of several KV heads, or a
-// part of one.
-struct head_block {
-    int32_t kv_head;
-    int64_t heads;
-    int64_t first;
-    int64_t group;
-};
-
-// What the graphs of one layer share: who observes what.
-struct observation {
-    ggml_tensor *        queries;   // [n_embd_k * n_head, ring]
-    int64_t              n;         // entries
-    int64_t              n_before;  // of these, before the window
-    int64_t              m;         // window queries that are known
-    std::vector<int32_t> rows;      // [m] their rows in the ring
-    std::vector<float>   mask;      // [m][n] causal: 0 or -inf
-};
+static constexpr size_t MAX_NODES = 512;
 
 // a[from + i] += x[i] along dim 0, in place, as far as both go.
 static ggml_tensor * add_shifted(ggml_context * ctx, ggml_tensor * a, ggml_tensor * x, int64_t shift) {
@@ -65,32 +47,34 @@ static ggml_tensor * average_pool(ggml_context * ctx, ggml_tensor * x, int32_t k
     return ggml_scale(ctx, sum, 1.0f / (float) k);
 }
 
-// softmax over all n keys of the window's queries of a block of heads, sink logits in the divisor:
-// [n, m * group * heads].
-static ggml_tensor * observed_attention(graph & gr, const layer & l, const observation & o, const head_block & b) {
+ggml_tensor * observed_logits(graph & gr, const layer & l, const observation & o, const head_block & b) {
     ggml_context * ctx   = gr.ctx();
     const int64_t  d     = l.info.n_embd_k;
     const int64_t  count = b.group * b.heads;
     ggml_tensor *  rows  = gr.input(GGML_TYPE_I32, o.m, 1, o.rows.data());
-    ggml_tensor *  mask  = gr.input(GGML_TYPE_F32, o.n, o.m, o.mask.data());
 
     ggml_tensor * q = ggml_get_rows(ctx, o.queries, rows);  // [d * n_head, m]
     q               = ggml_view_3d(ctx, q, d, o.m, count, q->nb[1], d * sizeof(float), b.first * d * sizeof(float));
     q               = ggml_reshape_3d(ctx, ggml_cont(ctx, q), d, o.m * b.group, b.heads);
 
-    ggml_tensor * logits = matmul(ctx, head_rows(gr, l.rows.k, d, { b.kv_head, b.heads, 0, o.n }), q);
-    float         scale  = l.info.scale;
+    ggml_tensor * logits = matmul(ctx, key_rows(gr, l, { b.kv_head, b.heads, 0, o.of.n }), q);
     if (l.info.softcap != 0.0f) {
-        logits = ggml_tanh(ctx, ggml_scale(ctx, logits, scale / l.info.softcap));
+        logits = ggml_tanh(ctx, ggml_scale(ctx, logits, l.info.scale / l.info.softcap));
         logits = ggml_scale(ctx, logits, l.info.softcap);
-        scale  = 1.0f;
     }
-    logits             = ggml_reshape_3d(ctx, logits, o.n, o.m, count);
-    ggml_tensor * attn = ggml_soft_max_ext(ctx, logits, mask, scale, 0.0f);
+    return logits;
+}
+
+ggml_tensor * softmax_of_logits(ggml_context * ctx, const layer & l, const head_block & b, ggml_tensor * logits,
+                                ggml_tensor * mask) {
+    const int64_t count = b.group * b.heads;
+    const float   scale = l.info.softcap != 0.0f ? 1.0f : l.info.scale;  // capped logits are scaled already
+    logits              = ggml_reshape_3d(ctx, logits, mask->ne[0], mask->ne[1], count);
+    ggml_tensor * attn  = ggml_soft_max_ext(ctx, logits, mask, scale, 0.0f);
     if (l.sinks != nullptr) {
         ggml_soft_max_add_sinks(attn, ggml_view_1d(ctx, l.sinks, count, b.first * l.sinks->nb[0]));
     }
-    return ggml_reshape_2d(ctx, attn, o.n, o.m * count);
+    return ggml_reshape_2d(ctx, attn, mask->ne[0], mask->ne[1] * count);
 }
 
 // The aggregate over the window queries and the query heads of each KV head: [n_before, heads].
@@ -108,52 +92,58 @@ static ggml_tensor * aggregate_attention(graph & gr, const criticalkv_params & p
     return is_max ? total : average_pool(ctx, total, params.pool);
 }
 
-// Heads of one graph, from KV head kv_head and its query head done on.
-static head_block next_block(const criticalkv_layer_info & info, const observation & o, int32_t kv_head, int64_t done) {
+head_block next_block(const criticalkv_layer_info & info, const observation & o, int32_t kv_head, int64_t done) {
     const int64_t g    = info.n_head / info.n_head_kv;
-    const int64_t rows = std::min(MAX_ROWS, MAX_ELEMENTS / o.n);
+    const int64_t rows = std::min(MAX_ROWS, MAX_ELEMENTS / o.of.n);
     // the second bound is for the keys of a quantized cache, which the graph dequantizes
-    const int64_t heads = std::min(rows / (o.m * g), MAX_ELEMENTS / (o.n * info.n_embd_k));
+    const int64_t heads = std::min(rows / (o.m * g), MAX_ELEMENTS / (o.of.n * info.n_embd_k));
     if (done == 0 && heads > 1) {
-        return { kv_head, std::min<int64_t>(heads, info.n_head_kv - kv_head), kv_head * g, g };
+        return { kv_head, std::min<int64_t>(heads, o.of.head + o.of.heads - kv_head), kv_head * g, g };
     }
     return { kv_head, 1, kv_head * g + done, std::min(std::max<int64_t>(1, MAX_ROWS / o.m), g - done) };
 }
 
-// The scores of all KV heads by one node, if the layer's device has a kernel for it.
+// The scores of these KV heads by one node, if the layer's device has a kernel for it.
 static bool scores_by_kernel(llama_context & lctx, const criticalkv_params & params, const layer & l,
                              const observation & o, float * out) {
-    graph         gr(16);
-    ggml_tensor * k    = head_view(gr.ctx(), l.rows.k, l.info.n_embd_k, { 0, l.info.n_head_kv, 0, o.n });
+    graph          gr(16);
+    ggml_context * ctx     = gr.ctx();
+    const int64_t  g       = l.info.n_head / l.info.n_head_kv;
+    const int64_t  columns = l.info.n_embd_k * g;  // of the queries, per KV head
+    ggml_tensor *  queries = ggml_view_2d(ctx, o.queries, columns * o.of.heads, o.queries->ne[1], o.queries->nb[1],
+                                          o.of.head * columns * sizeof(float));
+    ggml_tensor *  sinks =
+        l.sinks == nullptr ? nullptr : ggml_view_1d(ctx, l.sinks, g * o.of.heads, o.of.head * g * l.sinks->nb[0]);
     ggml_tensor * rows = gr.input(GGML_TYPE_I32, o.m, 1, o.rows.data());
-    ggml_tensor * mask = gr.input(GGML_TYPE_F32, o.n, o.m, o.mask.data());
+    ggml_tensor * mask = gr.input(GGML_TYPE_F32, o.of.n, o.m, o.mask.data());
     fused_params  p    = {};
     p.pool             = params.pool;
     p.max              = params.aggregate == CRITICALKV_AGGREGATE_MAX;
     p.scale            = l.info.scale;
     p.softcap          = l.info.softcap;
-    ggml_tensor * node = fused_attention(gr.ctx(), k, o.queries, rows, mask, l.sinks, o.n_before, p);
+    ggml_tensor * node =
+        fused_attention(ctx, key_view(ctx, l, l.rows, o.of), queries, rows, mask, sinks, o.n_before, p);
     return compute_fused(lctx, gr, l.buft, node, out);
 }
 
-// A or R of all KV heads, to out[n_head_kv][n_before].
+// A or R of these KV heads, to out[heads][n_before].
 static void attention_scores(llama_context & lctx, const criticalkv_params & params, const layer & l,
                              const observation & o, float * out) {
     if (!ggml_backend_buft_is_host(l.buft) && scores_by_kernel(lctx, params, l, o, out)) {
         return;
     }
-    const int64_t g    = l.info.n_head / l.info.n_head_kv;
-    int64_t       done = 0;  // query heads of head
-    std::fill_n(out, l.info.n_head_kv * o.n_before, 0.0f);
-    for (int32_t head = 0; head < l.info.n_head_kv;) {
-        const head_block b = next_block(l.info, o, head, done);
-        graph            gr(MAX_NODES);
-        ggml_tensor *    scores = aggregate_attention(gr, params, o, b, observed_attention(gr, l, o, b));
+    const float g = (float) (l.info.n_head / l.info.n_head_kv);
+    std::fill_n(out, o.of.heads * o.n_before, 0.0f);
+    for_each_block(l.info, o, [&](const head_block & b) {
+        graph         gr(MAX_NODES);
+        ggml_tensor * mask   = gr.input(GGML_TYPE_F32, o.of.n, o.m, o.mask.data());
+        ggml_tensor * attn   = softmax_of_logits(gr.ctx(), l, b, observed_logits(gr, l, o, b), mask);
+        ggml_tensor * scores = aggregate_attention(gr, params, o, b, attn);
         gr.output(scores);
         gr.compute(lctx);
         const std::vector<float> part  = read_f32(scores);
-        const float              share = (float) b.group / (float) g;
-        float *                  to    = out + head * o.n_before;
+        const float              share = (float) b.group / g;
+        float *                  to    = out + (b.kv_head - o.of.head) * o.n_before;
         for (size_t i = 0; i < part.size(); ++i) {
             if (params.aggregate == CRITICALKV_AGGREGATE_MEAN) {
                 to[i] += share * part[i];
@@ -161,12 +151,7 @@ static void attention_scores(llama_context & lctx, const criticalkv_params & par
                 to[i] = part[i];
             }
         }
-        done += b.group;
-        if (done == g) {
-            head += (int32_t) b.heads;
-            done = 0;
-        }
-    }
+    });
 }
 
 static void check_finite(const std::vector<float> & scores, int32_t il) {
@@ -187,19 +172,19 @@ std::vector<lora_part> store::loras_of(const llama_context & lctx, const layer &
     return parts;
 }
 
-// What each head's window sees of all n entries, without pool: [n_head_kv][n].
+// What each head's window sees of all n entries, without pool: [heads][n].
 static std::vector<float> mean_attention(llama_context & lctx, criticalkv_params params, const layer & l,
                                          observation o) {
     params.aggregate = CRITICALKV_AGGREGATE_MEAN;
     params.pool      = 1;
-    o.n_before       = o.n;
-    std::vector<float> attn(l.info.n_head_kv * o.n);
+    o.n_before       = o.of.n;
+    std::vector<float> attn(o.of.heads * o.of.n);
     attention_scores(lctx, params, l, o, attn.data());
     return attn;
 }
 
 // Every row becomes the mean of the rows [n_rows][n].
-static void share_rows(std::vector<float> & rows, int64_t n_rows, int64_t n) {
+static void share_rows(float * rows, int64_t n_rows, int64_t n) {
     for (int64_t i = 0; i < n; ++i) {
         double sum = 0.0;
         for (int64_t r = 0; r < n_rows; ++r) {
@@ -211,22 +196,23 @@ static void share_rows(std::vector<float> & rows, int64_t n_rows, int64_t n) {
     }
 }
 
-observation store::observe(const layer & l) const {
+observation store::observe(const layer & l, const head_range & of) const {
     const bool                 peeked  = !seen_by.pos.empty();
     const std::vector<int32_t> queries = peeked ? seen_by.pos : window_queries();
     observation                o       = {};
     o.queries                          = peeked ? seen_by.rings[&l - layers.data()].queries : l.queries;
-    o.n                                = n_entries();
-    o.n_before                         = o.n - params.window;
+    o.of                               = of;
+    o.n_before                         = of.n - params.window;
     o.m                                = (int64_t) queries.size();
     if (o.m == 0) {
         throw error(CRITICALKV_ERR_STATE, "the queries of the last positions are not known; evaluate a token first");
     }
-    o.mask.assign(o.n * o.m, 0.0f);
+    const int64_t base = l.rows.base_of(of.head);  // entries before the first slot, which every query sees
+    o.mask.assign(of.n * o.m, 0.0f);
     for (int64_t t = 0; t < o.m; ++t) {
         o.rows.push_back(queries[t] % ring());
-        for (int64_t i = 0; i < o.n; ++i) {
-            o.mask[t * o.n + i] = cells().pos_get((uint32_t) i) <= queries[t] ? 0.0f : -INFINITY;
+        for (int64_t i = base; i < of.n; ++i) {
+            o.mask[t * of.n + i] = cells().pos_get((uint32_t) (i - base)) <= queries[t] ? 0.0f : -INFINITY;
         }
     }
     return o;
@@ -236,37 +222,58 @@ void store::weigh_values(llama_context & lctx, layer & l, const observation & o,
     switch (params.value) {
         case CRITICALKV_VALUE_CRITICAL: {
             const unpacked_wo wo = prepare_norms(lctx, params, l, loras_of(lctx, l));
-            value_norms(lctx, params, l, wo, o.n_before, out);
+            value_norms(lctx, params, l, wo, { o.of.head, o.of.heads, 0, o.n_before }, out);
             return;
         }
         case CRITICALKV_VALUE_VATP:
-            plain_value_norms(lctx, l, o.n_before, out);
+            plain_value_norms(lctx, l, { o.of.head, o.of.heads, 0, o.n_before }, out);
             return;
         case CRITICALKV_VALUE_CAOTE:
-            output_distances(lctx, l, mean_attention(lctx, params, l, o), o.n, o.n_before, out);
+            output_distances(lctx, l, mean_attention(lctx, params, l, o), o.of, o.n_before, out);
             return;
     }
 }
 
-layer_scores store::compute_scores(llama_context & lctx, layer & l) {
-    layer_scores  out;
-    const int64_t n        = n_entries();
-    const int64_t n_before = n - params.window;
-    if (n_before < 1) {
-        throw error(CRITICALKV_ERR_STATE, "no entries before the window: " + std::to_string(n) + " entries, window " +
-                                              std::to_string(params.window));
+// KV heads that hold the same number of entries, as one range; heads of different lengths one by one.
+std::vector<head_range> store::ranges_of(const layer & l) const {
+    if (!l.rows.is_ragged()) {
+        return { { 0, l.info.n_head_kv, 0, n_used() } };
     }
-    out.attn.resize((size_t) (l.info.n_head_kv * n_before));
-    out.norm.resize(out.attn.size(), 0.0f);
+    std::vector<head_range> all;
+    for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
+        all.push_back({ head, 1, 0, entries_of(l, head) });
+    }
+    return all;
+}
+
+void store::score_range(llama_context & lctx, layer & l, const head_range & of, float * attn, float * norm) {
+    const int64_t n_before = of.n - params.window;
+    if (n_before < 1) {
+        throw error(CRITICALKV_ERR_STATE, "no entries before the window: " + std::to_string(of.n) +
+                                              " entries, window " + std::to_string(params.window));
+    }
     if (params.score == CRITICALKV_SCORE_KEY_NORM || params.score == CRITICALKV_SCORE_KEYDIFF) {
-        key_scores(lctx, params.score, l, n, n_before, out.attn.data());
+        key_scores(lctx, params.score, l, of, n_before, attn);
     } else {
-        const observation o = observe(l);
-        attention_scores(lctx, params, l, o, out.attn.data());
-        weigh_values(lctx, l, o, out.norm.data());
+        const observation o = observe(l, of);
+        attention_scores(lctx, params, l, o, attn);
+        weigh_values(lctx, l, o, norm);
     }
     if (params.heads == CRITICALKV_HEADS_SHARED) {
-        share_rows(out.attn, l.info.n_head_kv, n_before);
+        share_rows(attn, of.heads, n_before);
+    }
+}
+
+layer_scores store::compute_scores(llama_context & lctx, layer & l) {
+    layer_scores out;
+    for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
+        out.first.push_back(out.attn.size());
+        out.attn.resize(out.attn.size() + std::max(entries_of(l, head) - params.window, 0));
+    }
+    out.norm.resize(out.attn.size(), 0.0f);
+    for (const head_range & of : ranges_of(l)) {
+        const size_t first = out.first[of.head];
+        score_range(lctx, l, of, out.attn.data() + first, out.norm.data() + first);
     }
     check_finite(out.attn, l.il);
     check_finite(out.norm, l.il);

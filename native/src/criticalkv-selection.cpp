@@ -118,4 +118,61 @@ std::vector<int32_t> select_entries(const criticalkv_params & params, int32_t bu
     return kept;
 }
 
+// An entry that heads compete for.
+struct candidate {
+    double  score;
+    int32_t pos;
+    int32_t head;
+};
+
+static bool ranks_before(const candidate & a, const candidate & b) {
+    if (a.score != b.score) {
+        return a.score > b.score;
+    }
+    return a.pos != b.pos ? a.pos < b.pos : a.head < b.head;
+}
+
+std::vector<int32_t> share_budget(const criticalkv_params & params, int32_t budget,
+                                  const std::vector<head_entries> & heads) {
+    std::vector<int32_t> budgets;
+    int64_t              total = 0;
+    for (const head_entries & e : heads) {
+        budgets.push_back(budget);
+        total += e.n;
+    }
+    int64_t left = (int64_t) budget * (int64_t) heads.size();
+    if (params.heads != CRITICALKV_HEADS_ADAPTIVE || left >= total) {
+        for (size_t h = 0; h < heads.size() && left >= total; ++h) {
+            budgets[h] = heads[h].n;
+        }
+        return budgets;
+    }
+    const int32_t          mean = budget - params.window - params.sinks;
+    const int32_t          own  = std::max(1, (int32_t) std::floor(params.head_floor * mean));
+    std::vector<candidate> pool;
+    for (size_t h = 0; h < heads.size(); ++h) {
+        const head_entries & e        = heads[h];
+        const int32_t        n_before = e.n - params.window;
+        const int32_t        n_sinks  = (int32_t) (std::lower_bound(e.pos, e.pos + n_before, params.sinks) - e.pos);
+        std::vector<int32_t> idx(n_before - n_sinks);
+        std::iota(idx.begin(), idx.end(), n_sinks);
+        const std::vector<double> score = first_scores(params, e, n_before);
+        const int32_t             mine  = std::min(own, (int32_t) idx.size());
+        rank_best(idx, 0, (size_t) mine, score);
+        for (size_t i = mine; i < idx.size(); ++i) {
+            pool.push_back({ score[idx[i]], e.pos[idx[i]], (int32_t) h });
+        }
+        budgets[h] = params.window + n_sinks + mine;
+        left -= budgets[h];
+    }
+    const size_t n_best = std::min((size_t) std::max<int64_t>(left, 0), pool.size());
+    if (n_best < pool.size()) {
+        std::nth_element(pool.begin(), pool.begin() + n_best, pool.end(), ranks_before);
+    }
+    for (size_t i = 0; i < n_best; ++i) {
+        budgets[pool[i].head] += 1;
+    }
+    return budgets;
+}
+
 }  // namespace criticalkv

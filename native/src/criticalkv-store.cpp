@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 namespace criticalkv {
 
@@ -71,7 +72,8 @@ store::store(llama_kv_cache & cache, const llama_model & model, const llama_cpar
 
 void store::allocate() {
     std::map<ggml_backend_buffer_type_t, ggml_context *> by_buft;
-    const bool with_gram = params.value == CRITICALKV_VALUE_CRITICAL && params.norm != CRITICALKV_NORM_L1;
+    const bool with_norms = params.value == CRITICALKV_VALUE_CRITICAL || params.measure != 0;
+    const bool with_gram  = with_norms && params.norm != CRITICALKV_NORM_L1;
     for (layer & l : layers) {
         if (by_buft.find(l.buft) == by_buft.end()) {
             ggml_init_params init = {};
@@ -122,8 +124,41 @@ const llama_kv_cells & store::cells() const {
     return cache.v_cells[0];
 }
 
-int32_t store::n_entries() const {
+int32_t store::n_used() const {
     return (int32_t) cells().get_used();
+}
+
+bool store::is_ragged() const {
+    return params.heads == CRITICALKV_HEADS_ADAPTIVE;
+}
+
+int32_t store::entries_of(const layer & l, int32_t head) const {
+    return (int32_t) l.rows.base_of(head) + n_used();
+}
+
+// All layers have the same number in all of their heads together; while a prompt is read, those that it has not passed.
+int32_t store::n_entries() const {
+    const layer & l    = layers[reading ? std::min(reading->kept.size(), layers.size() - 1) : 0];
+    const int64_t base = std::accumulate(l.rows.base.begin(), l.rows.base.end(), (int64_t) 0);
+    return n_used() + (int32_t) (base / l.info.n_head_kv);
+}
+
+// Once entries are evicted now.
+int32_t store::next_tail_start() const {
+    return std::max(tail_start, n_positions() - params.window);
+}
+
+// Entries before the slots of ragged rows: those before the tail, but for the last of them, whose slot stands for the
+// sequence up to the tail.
+std::vector<int64_t> store::bases_of(const layer & l, const head_lists & keep) const {
+    std::vector<int64_t> bases;
+    for (int32_t head = 0; is_ragged() && head < l.info.n_head_kv; ++head) {
+        const std::vector<int32_t> pos   = positions(l, head);
+        const auto                 below = std::partition_point(keep[head].begin(), keep[head].end(),
+                                                                [&](int32_t i) { return pos[i] < next_tail_start(); });
+        bases.push_back(below - keep[head].begin() - 1);
+    }
+    return bases;
 }
 
 int32_t store::n_positions() const {
@@ -148,8 +183,9 @@ std::vector<int32_t> store::layer_ids() const {
 }
 
 std::vector<int32_t> store::positions(const layer & l, int32_t head) const {
-    std::vector<int32_t> pos = l.kept[head];
-    for (int32_t i = (int32_t) pos.size(); i < n_entries(); ++i) {
+    std::vector<int32_t> pos  = l.kept[head];
+    const int32_t        base = (int32_t) l.rows.base_of(head);
+    for (int32_t i = (int32_t) pos.size() - base; i < n_used(); ++i) {
         pos.push_back(cells().pos_get(i));
     }
     return pos;
@@ -158,7 +194,7 @@ std::vector<int32_t> store::positions(const layer & l, int32_t head) const {
 // Slots are taken in order and given back from the end, so they are dense and ascending, unless a caller of the C API cut
 // a hole into a cache that was never evicted.
 void store::check_cells() const {
-    const int32_t n  = n_entries();
+    const int32_t n  = n_used();
     bool          ok = (int32_t) cells().used_max_p1() == n && n <= capacity();
     for (int32_t i = 1; ok && i < n; ++i) {
         ok = cells().pos_get(i - 1) < cells().pos_get(i);
@@ -193,6 +229,7 @@ criticalkv_stats store::stats() const {
     s.budget           = budget;
     s.n_layer          = (int32_t) layers.size();
     s.evicted          = evicted;
+    s.ragged           = evicted && is_ragged();
     s.evicted_at       = evicted_at;
     s.n_queries        = (int32_t) window_queries().size();
     s.n_tokens         = n_positions();
@@ -218,6 +255,11 @@ criticalkv_stats store::stats() const {
     return s;
 }
 
+measurement store::measured_of(int32_t il) const {
+    const size_t i = (size_t) (&find_layer(il) - layers.data());
+    return i < measured.size() ? measured[i] : measurement{};
+}
+
 // ---- clearing and cutting back ---------------------------------------------------------------------------------------
 
 void store::on_clear(bool data) {
@@ -227,6 +269,7 @@ void store::on_clear(bool data) {
         reading.reset();
     }
     seen_by = {};
+    measured.clear();
     std::fill(query_pos.begin(), query_pos.end(), -1);
     for (layer & l : layers) {
         for (auto & head : l.kept) {
@@ -243,11 +286,27 @@ void store::on_clear(bool data) {
     bytes_peak         = bytes_allocated();
     bytes_hidden_peak  = 0;
     counters           = {};
-    for (const layer & l : layers) {
+    for (layer & l : layers) {
+        if (l.rows.is_ragged()) {
+            make_uniform(l);
+            memory_version += 1;
+        }
         if (data) {
             ggml_backend_buffer_clear(l.rows.buf.get(), 0);
         }
     }
+}
+
+uint32_t store::n_nodes(llama_memory_i * memory) {
+    constexpr uint32_t NODES_PER_HEAD = 20;  // criticalkv-ragged.cpp
+    llama_kv_cache *   cache          = evictable_cache(memory);
+    uint32_t           n              = 0;
+    if (cache != nullptr && cache->kv_store && cache->kv_store->is_ragged()) {
+        for (const layer & l : cache->kv_store->layers) {
+            n += NODES_PER_HEAD * (uint32_t) l.info.n_head_kv;
+        }
+    }
+    return n;
 }
 
 void store::clear_cache() {
@@ -437,21 +496,24 @@ layer_scores store::scores(llama_context & lctx, int32_t il) {
 }
 
 head_lists store::choose_layer(llama_context & lctx, layer & l, int32_t new_budget) {
-    const int32_t n        = n_entries();
-    const int32_t n_before = n - params.window;
-    const int64_t t0       = ggml_time_us();
+    const int64_t t0 = ggml_time_us();
     layer_scores  scored;
     if (reads_cache(params)) {
         scored = compute_scores(lctx, l);
     }
-    const int64_t t1 = ggml_time_us();
-    head_lists    keep;
+    const int64_t             t1 = ggml_time_us();
+    head_lists                pos;
+    std::vector<head_entries> heads;
     for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
-        const std::vector<int32_t> pos  = positions(l, head);
-        const size_t               row  = (size_t) head * n_before;
-        const float *              attn = scored.attn.empty() ? nullptr : scored.attn.data() + row;
-        const float *              norm = scored.norm.empty() ? nullptr : scored.norm.data() + row;
-        keep.push_back(select_entries(params, new_budget, { l.il, head, n, pos.data(), attn, norm }));
+        pos.push_back(positions(l, head));
+        const float * attn = scored.attn.empty() ? nullptr : scored.attn.data() + scored.first[head];
+        const float * norm = scored.norm.empty() ? nullptr : scored.norm.data() + scored.first[head];
+        heads.push_back({ l.il, head, (int32_t) pos[head].size(), pos[head].data(), attn, norm });
+    }
+    const std::vector<int32_t> budgets = share_budget(params, new_budget, heads);
+    head_lists                 keep;
+    for (size_t head = 0; head < heads.size(); ++head) {
+        keep.push_back(select_entries(params, budgets[head], heads[head]));
     }
     counters.seconds_score += (double) (t1 - t0) * 1e-6;
     counters.seconds_select += (double) (ggml_time_us() - t1) * 1e-6;
@@ -476,7 +538,7 @@ head_lists store::positions_of(const layer & l, const head_lists & keep) const {
 // visible to every later query, and the sequence ends where it did, also after it is cut back to the tail's start.
 // Without new rows the kept ones have moved already.
 void store::commit(layer_lists kept, std::vector<kv_rows> rows) {
-    tail_start           = std::max(tail_start, n_positions() - params.window);
+    tail_start           = next_tail_start();
     evicted              = true;
     evicted_at           = n_positions();
     const int64_t before = bytes_allocated();
@@ -491,15 +553,17 @@ void store::commit(layer_lists kept, std::vector<kv_rows> rows) {
         return_freed_memory(before);
     }
     const std::vector<int32_t> & first   = layers[0].kept[0];
+    const int32_t                base    = (int32_t) layers[0].rows.base_of(0);
     const auto                   tail    = std::lower_bound(first.begin(), first.end(), tail_start);
-    const int32_t                n_below = (int32_t) (tail - first.begin());
+    const int32_t                n_below = (int32_t) (tail - first.begin()) - base;
+    const int32_t                n       = (int32_t) first.size() - base;
     llama_kv_cells &             c       = cells();
     c.reset();
-    for (int32_t i = 0; i < (int32_t) first.size(); ++i) {
-        c.pos_set(i, i < n_below ? tail_start - n_below + i : first[i]);
+    for (int32_t i = 0; i < n; ++i) {
+        c.pos_set(i, i < n_below ? tail_start - n_below + i : first[base + i]);
         c.seq_add(i, 0);
     }
-    cache.v_heads[0] = (uint32_t) first.size();
+    cache.v_heads[0] = (uint32_t) n;
 }
 
 void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_slack) {
@@ -507,9 +571,11 @@ void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_s
         finish_prompt(lctx, new_budget, new_slack);
         return;
     }
-    layer_lists keep;
+    layer_lists              keep;
+    std::vector<measurement> now;
     for (layer & l : layers) {
         keep.push_back(choose_layer(lctx, l, new_budget));
+        now.push_back(measure_layer(lctx, l, keep.back()));
     }
     const int64_t        t0       = ggml_time_us();
     const int64_t        capacity = evicted_capacity(new_budget, new_slack);
@@ -518,7 +584,7 @@ void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_s
     for (size_t i = 0; i < layers.size(); ++i) {
         kept.push_back(positions_of(layers[i], keep[i]));
     }
-    if (is_on_host()) {
+    if (is_on_host() && !is_ragged()) {
         compact_in_place(keep);  // cannot fail, and needs no memory
         commit(std::move(kept), {});
         shrink_layers(capacity);
@@ -526,6 +592,7 @@ void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_s
         rows = compact(lctx, keep, capacity);
         commit(std::move(kept), std::move(rows));
     }
+    measured = std::move(now);
     counters.seconds_compact += (double) (ggml_time_us() - t0) * 1e-6;
     counters.n_evictions += 1;
     slack = new_slack;
@@ -533,10 +600,10 @@ void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_s
 
 // ---- read back -------------------------------------------------------------------------------------------------------
 
-static std::vector<float> dequantize(const ggml_tensor * t, int64_t rows) {
+static std::vector<float> dequantize(const ggml_tensor * t, int64_t rows, int64_t first = 0) {
     const size_t         row_bytes = ggml_row_size(t->type, t->ne[0]);
     std::vector<uint8_t> raw(row_bytes * rows);
-    ggml_backend_tensor_get(t, raw.data(), 0, raw.size());
+    ggml_backend_tensor_get(t, raw.data(), first * row_bytes, raw.size());
     std::vector<float> out(t->ne[0] * rows);
     if (t->type == GGML_TYPE_F32) {
         std::copy_n((const float *) raw.data(), out.size(), out.begin());
@@ -546,12 +613,24 @@ static std::vector<float> dequantize(const ggml_tensor * t, int64_t rows) {
     return out;
 }
 
+std::vector<float> store::read_entries(const layer & l, const ggml_tensor * rows) const {
+    if (!l.rows.is_ragged()) {
+        return dequantize(rows, n_used());
+    }
+    std::vector<float> all;
+    for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
+        const std::vector<float> part = dequantize(rows, entries_of(l, head), l.rows.first_row(head));
+        all.insert(all.end(), part.begin(), part.end());
+    }
+    return all;
+}
+
 std::vector<float> store::read(llama_context & lctx, int32_t which, int32_t il) const {
     lctx.synchronize();
     check_cells();
     const layer & l = find_layer(il);
     if (which == CRITICALKV_TENSOR_K || which == CRITICALKV_TENSOR_V) {
-        return dequantize(which == CRITICALKV_TENSOR_K ? l.k : l.v, n_entries());
+        return read_entries(l, which == CRITICALKV_TENSOR_K ? l.rows.k : l.rows.v);
     }
     if (which != CRITICALKV_TENSOR_Q) {
         throw error(CRITICALKV_ERR_ARGUMENT, "which is " + std::to_string(which) + ", allowed: 0 to 2");

@@ -6,6 +6,7 @@
 // API calls the rest.
 #pragma once
 
+#include "criticalkv-change.h"
 #include "criticalkv-memory.h"
 #include "criticalkv-params.h"
 #include "criticalkv-prefill.h"
@@ -88,15 +89,19 @@ const char * refuse_layer(const layer & l);
 llama_kv_cache * evictable_cache(llama_memory_i * memory);
 
 // The kept rows of a layer that holds n, in new memory. (criticalkv-compaction.cpp)
-kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t n, int64_t capacity, const head_lists & keep);
+// `base`: of the new rows, empty for uniform ones.
+kv_rows compact_layer(llama_context & lctx, const layer & l, int64_t capacity, const head_lists & keep,
+                      std::vector<int64_t> base);
 
-// Scores of one layer: [n_head_kv][n - window], row by row.
+// Scores of one layer: [n_head_kv][n - window], row by row, where n is the number of a head's own entries.
 struct layer_scores {
+    std::vector<size_t> first;  // [n_head_kv] where a head's row begins
+
     std::vector<float> attn;  // aggregated attention of the window's queries, or what the keys say
     std::vector<float> norm;  // projected value norms, |v|_1 (VATP) or |o - v|_2 (CAOTE)
 };
 
-struct observation;  // (criticalkv-score.cpp)
+struct observation;  // (criticalkv-score.h)
 struct slots_snapshot;
 
 // A ring of queries like that of a layer, where its cache is.
@@ -129,6 +134,12 @@ struct attention_call {
     float         scale;
     float         softcap;
     int           il;
+    ggml_tensor * k_cur;  // [n_embd_k, n_head_kv, n_tokens]
+    ggml_tensor * v_cur;
+    ggml_tensor * k_idxs;  // [n_tokens] slots
+    ggml_tensor * v_idxs;
+    ggml_tensor * kq_mask;  // llama.cpp's, of the slots
+    int64_t       n_kv;     // slots to attend to
 };
 
 // First bytes of the store's part of a state blob.
@@ -148,7 +159,7 @@ struct state_header {
     int32_t           n_positions;
     int32_t           rotated;      // bit 0: K, bit 1: V
     int32_t           n_cells_swa;  // of the cache of sliding-window layers, 0 without
-    int32_t           padding;
+    int32_t           n_slots;      // in use; n_entries, unless heads hold different numbers
 };
 
 class store {
@@ -160,9 +171,16 @@ class store {
     static void attach(llama_memory_i * memory, const llama_model & model, const llama_cparams & cparams,
                        llama_context & owner);
 
-    // In build_attn: add the nodes that save the last queries to the graph of `res`.
-    void capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
-                 const attention_call & call);
+    // In build_attn: add the nodes that save the last queries to the graph of `res`. Where heads hold different numbers of
+    // entries the store does the attention itself and returns its output, else nullptr.
+    ggml_tensor * capture(ggml_context * ctx, ggml_cgraph * gf, llm_graph_result * res, const llama_ubatch & ubatch,
+                          const attention_call & call);
+
+    // Whether the store writes keys and values of this layer itself.
+    bool is_ragged(int32_t il) const;
+
+    // Nodes that graphs may have more than llama.cpp counts on.
+    static uint32_t n_nodes(llama_memory_i * memory);
 
     // Everything was removed from the cache; `data`: its memory shall be zeroed too.
     void on_clear(bool data);
@@ -217,8 +235,10 @@ class store {
     void peek(llama_context & lctx, const int32_t * tokens, int32_t n, int32_t pos);
 
     criticalkv_stats     stats() const;
+    measurement          measured_of(int32_t il) const;
     std::vector<int32_t> positions(const layer & l, int32_t head) const;
     std::vector<float>   read(llama_context & lctx, int32_t which, int32_t il) const;
+    std::vector<float>   read_entries(const layer & l, const ggml_tensor * rows) const;
     const layer &        find_layer(int32_t il) const;
     void                 check_cells() const;
     std::vector<int32_t> layer_ids() const;
@@ -237,6 +257,10 @@ class store {
 
     // Called by the input of a captured graph: the query of `pos` is being written to its row of the ring.
     void note_query(int32_t pos);
+
+    // Called by the input of a graph with ragged layers: F16 [width, n_tokens] of 0, seen, and -inf.
+    void    fill_mask(const llama_ubatch & ubatch, int64_t base, int64_t slots, int64_t width, uint16_t * out) const;
+    int64_t longest_base() const;
 
     // Rows of the query rings: the window, and some to spare, so that a few tokens that are taken back (drafts that were
     // not accepted) do not leave the window without its queries.
@@ -261,18 +285,24 @@ class store {
         std::vector<int32_t>            query_pos;
         layer_lists                     kept;
         std::vector<std::vector<float>> queries;  // [layer], the rings
+        std::vector<kv_rows>            rows;     // [layer] if ragged
     };
 
     llama_kv_cells &       cells();
     const llama_kv_cells & cells() const;
-    int32_t                n_entries() const;
+    bool                   is_ragged() const;  // whether evictions leave heads with different numbers of entries
+    int32_t                n_used() const;     // slots that hold an entry
+    int32_t                entries_of(const layer & l, int32_t head) const;
+    int32_t                n_entries() const;  // of one head, the mean
     int32_t                n_positions() const;
     std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
     bool                   can_remove(int32_t p0, int32_t p1) const;
     void                   clear_cache();            // metadata only
     int64_t                capacity() const;         // entries per head that all layers have room for
     int64_t                padded(int64_t n) const;  // rows of memory for n entries
-    int64_t                evicted_capacity(int64_t n_keep, int64_t slack) const;
+    int64_t                evicted_capacity(int64_t budget, int64_t slack) const;
+    int32_t                next_tail_start() const;
+    std::vector<int64_t>   bases_of(const layer & l, const head_lists & keep) const;
     int64_t                bytes_allocated() const;
     void                   note_allocated(int64_t bytes);
     int64_t                bytes_entries() const;
@@ -282,22 +312,26 @@ class store {
     void                   shrink_layers(int64_t capacity);
     state_header           make_header() const;
     void                   check_loaded(const loaded_state & state) const;
+    kv_rows                read_ragged(llama_io_read_i & io, const layer & l, const loaded_state & state) const;
     void                   allocate();
     void                   run(llama_context & lctx, const request & what);
     void                   expect_buffer_sizes(llama_context & lctx);
 
-    std::vector<lora_part> loras_of(const llama_context & lctx, const layer & l) const;
-    observation            observe(const layer & l) const;
-    void                   weigh_values(llama_context & lctx, layer & l, const observation & o, float * out);
-    layer_scores           compute_scores(llama_context & lctx, layer & l);
-    head_lists             positions_of(const layer & l, const head_lists & keep) const;
-    head_lists             choose_layer(llama_context & lctx, layer & l, int32_t budget);
-    bool                   is_on_host() const;
-    void                   compact_in_place(const layer_lists & keep) noexcept;
-    std::vector<kv_rows>   compact(llama_context & lctx, const layer_lists & keep, int64_t capacity);
-    void                   commit(layer_lists kept, std::vector<kv_rows> rows);
-    void                   run_eviction(llama_context & lctx, int32_t budget, int32_t slack);
-    void                   finish_prompt(llama_context & lctx, int32_t budget, int32_t slack);
+    std::vector<lora_part>  loras_of(const llama_context & lctx, const layer & l) const;
+    observation             observe(const layer & l, const head_range & of) const;
+    std::vector<head_range> ranges_of(const layer & l) const;
+    void         score_range(llama_context & lctx, layer & l, const head_range & of, float * attn, float * norm);
+    void         weigh_values(llama_context & lctx, layer & l, const observation & o, float * out);
+    layer_scores compute_scores(llama_context & lctx, layer & l);
+    head_lists   positions_of(const layer & l, const head_lists & keep) const;
+    head_lists   choose_layer(llama_context & lctx, layer & l, int32_t budget);
+    measurement  measure_layer(llama_context & lctx, layer & l, const head_lists & keep);
+    bool         is_on_host() const;
+    void         compact_in_place(const layer_lists & keep) noexcept;
+    std::vector<kv_rows> compact(llama_context & lctx, const layer_lists & keep, int64_t capacity);
+    void                 commit(layer_lists kept, std::vector<kv_rows> rows);
+    void                 run_eviction(llama_context & lctx, int32_t budget, int32_t slack);
+    void                 finish_prompt(llama_context & lctx, int32_t budget, int32_t slack);
 
     std::vector<llama_kv_cache *>           caches() const;
     slots_snapshot                          take_snapshot() const;
@@ -333,6 +367,8 @@ class store {
     int32_t              tail_start = 0;  // every head holds all positions from here on
     int32_t              budget     = 0;  // of the last eviction
     int32_t              slack      = 0;  // entries over it that there is room for
+
+    std::vector<measurement> measured;  // [layer] at the last eviction; empty before any
 
     observers                     seen_by;  // no positions: the window observes
     request                       asked;

@@ -5,12 +5,12 @@
 
 namespace criticalkv {
 
-// |v[i]|_1 of the first n entries, of values as the model made them, to out[n_head_kv][n].
-void plain_value_norms(llama_context & lctx, const layer & l, int64_t n, float * out);
+// |v[i]|_1 of values as the model made them, to out[heads][n].
+void plain_value_norms(llama_context & lctx, const layer & l, const head_range & of, float * out);
 
-// |o - v[i]|_2 of the first n_before of n entries, where o[head] = sum over all n of attn[head][i] v[i] is what the
-// head puts out; attn [n_head_kv][n]. To out[n_head_kv][n_before].
-void output_distances(llama_context & lctx, const layer & l, const std::vector<float> & attn, int64_t n,
+// |o - v[i]|_2 of the first n_before entries, where o[head] = sum over all n of attn[head][i] v[i] is what the
+// head puts out; attn [heads][n]. To out[heads][n_before].
+void output_distances(llama_context & lctx, const layer & l, const std::vector<float> & attn, const head_range & of,
                       int64_t n_before, float * out);
 
 }  // namespace criticalkv

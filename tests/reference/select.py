@@ -53,6 +53,39 @@ def select(
     return sorted(protected.union(chosen))
 
 
+def share(
+    positions: Sequence[Sequence[int]],
+    attn: Sequence[Sequence[float]],
+    budget: int,
+    window: int,
+    sinks: int,
+    head_floor: float,
+    *,
+    floored: bool,
+) -> list[int]:
+    """Budgets of the KV heads of one layer, `budget` on average (Ada-KV, arXiv 2407.11550, algorithm 1).
+
+    positions[h], attn[h]: entries of a head, and the scores of those before the window. Every head first gets its
+    protected entries and its own best, head_floor of the mean rest but at least one; then the best entries of all
+    heads, one by one: higher score, then lower position, then lower head.
+    """
+    left = budget * len(positions)
+    if left >= sum(len(p) for p in positions):
+        return [len(p) for p in positions]
+    own = max(1, math.floor(head_floor * (budget - window - sinks)))
+    budgets, pool = [], []
+    for head, (at, scores) in enumerate(zip(positions, attn, strict=True)):
+        rank = [_f32(a) for a in scores]
+        rank = _floored(rank) if floored else rank
+        free = [i for i in range(len(at) - window) if at[i] >= sinks]
+        best = _top(free, own, lambda i, rank=rank: rank[i])
+        pool += [(-rank[i], at[i], head) for i in free if i not in set(best)]
+        budgets.append(len(at) - len(free) + len(best))
+    for _, _, head in sorted(pool)[: left - sum(budgets)]:
+        budgets[head] += 1
+    return budgets
+
+
 @dataclass(frozen=True)
 class Scores:
     """Score and norm of the entries before the window, as the float64 values of the float32 numbers."""
