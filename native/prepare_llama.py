@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -151,7 +152,10 @@ def download(lock: Lock, target: Path) -> None:
         requirements = folder / "requirements.txt"
         requirements.write_text(f"llama-cpp-python=={lock.version} --hash=sha256:{lock.sha256}\n", encoding="utf-8")
         command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--progress-bar=off"]
-        command += ["--no-deps", "--no-binary", ":all:", "--no-build-isolation", "--require-hashes"]
+        command += ["--no-deps", "--no-binary", ":all:", "--require-hashes"]
+        if importlib.util.find_spec("scikit_build_core"):
+            # pip asks the build backend for metadata even of what it only fetches; where we are built, it is at hand.
+            command.append("--no-build-isolation")
         command += ["--dest", str(folder), "--requirement", str(requirements)]
         print(f"fetching {lock.archive_name} with pip (77 MB)", flush=True)
         result = subprocess.run(
