@@ -2,6 +2,7 @@
 
 make bench                                  SmolLM2 at 7,500 tokens, Qwen 0.5B at 16,000
 python benchmarks/bench.py --only smollm2 --type q8_0
+python benchmarks/bench.py --heads          heads of different lengths against uniform ones
 python benchmarks/bench.py --growth         what a cache that grows with the prompt costs
 python benchmarks/bench.py --stock-python .venv-stock/bin/python    compare with an unpatched build (make stock)
 """
@@ -74,6 +75,30 @@ def against_the_full_cache(model: str, n: int, args: argparse.Namespace) -> None
         side.close()
 
 
+def heads_of_different_lengths(model: str, n: int, args: argparse.Namespace) -> None:
+    """Decode with adaptive heads and with uniform ones, at the same total of entries; bytes of both."""
+    shared = common(model, n + 512, args)
+    text = texts.long_text(n * CHARACTERS_PER_TOKEN)
+    print(f"\n## {model}, cache {args.type}, prompt {n} tokens, budget {BUDGET}, {args.threads} threads\n", flush=True)
+    sides = [
+        Side("uniform", **shared, kv_budget=BUDGET, kv_policy="criticalkv"),
+        Side("uniform again", **shared, kv_budget=BUDGET, kv_policy="criticalkv"),
+        Side("adaptive", **shared, kv_budget=BUDGET, kv_policy="ada-criticalkv"),
+    ]
+    print("| side | eviction, s | entries of a head | of all heads | MB of entries | MB allocated |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for side in sides:
+        eviction = side.prefill(text, n)["eviction"]
+        now = side.stats()
+        print(f"| {side.name} | {eviction:.2f} | {now['least']} to {now['most']} | {now['entries']} | "
+              f"{now['bytes'] / 1e6:.1f} | {now['allocated'] / 1e6:.1f} |", flush=True)  # fmt: skip
+    seconds = decode_in_turn(sides, args.rounds, args.tokens)
+    for name in ("adaptive", "uniform again"):  # the second shows what the machine's noise does
+        print(f"decode, {name} over uniform: {ratio(seconds, 'uniform', name)}", flush=True)
+    for side in sides:
+        side.close()
+
+
 def growth_of_the_cache(model: str, args: argparse.Namespace) -> None:
     """Prefill into a cache that grows, against one that was made for n_ctx at once."""
     n = 4096
@@ -138,6 +163,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="tokens decoded per turn")
     parser.add_argument("--type", default="f16", choices=CACHE_TYPES, help="of the cache")
     parser.add_argument("--prompt", type=int, help="tokens of the prompt (default: 7,500 and 16,000)")
+    parser.add_argument("--heads", action="store_true", help="compare adaptive heads with uniform ones instead")
     parser.add_argument("--growth", action="store_true", help="measure the growth of the cache instead")
     parser.add_argument("--stock-python", help="python of an environment with an unpatched llama-cpp-python")
     args = parser.parse_args()
@@ -148,6 +174,8 @@ def main() -> None:
         if args.only in (None, model):
             if args.growth:
                 growth_of_the_cache(model, args)
+            elif args.heads:
+                heads_of_different_lengths(model, args.prompt or n, args)
             elif args.stock_python:
                 against_an_unpatched_build(model, args)
             else:

@@ -39,6 +39,10 @@ class Side:
         """Seconds per generated token, and the tokens."""
         return self._send(["decode", n])
 
+    def stats(self) -> dict[str, int]:
+        """Entries and bytes of the cache."""
+        return self._send(["stats"])
+
     def logits(self) -> str:
         """Digest of the last token's logits."""
         return str(self._send(["logits"])["logits"])

@@ -66,7 +66,17 @@ def logits(llm: Any) -> dict[str, Any]:
     return {"logits": hashlib.sha256(ctypes.string_at(pointer, 4 * llm.n_vocab())).hexdigest()}
 
 
-COMMANDS = {"prefill": prefill, "decode": decode, "logits": logits}
+def stats(llm: Any) -> dict[str, Any]:
+    """Entries and bytes of the cache."""
+    now = llm.kv_stats()
+    entries = [n for layer in now.entries for n in layer]
+    return {
+        "least": min(entries), "most": max(entries), "entries": sum(entries), "bytes": now.bytes_now,
+        "allocated": now.bytes_allocated,
+    }  # fmt: skip
+
+
+COMMANDS = {"prefill": prefill, "decode": decode, "stats": stats, "logits": logits}
 
 
 def main() -> None:
