@@ -540,7 +540,10 @@ class Llama(llama_cpp.Llama):
         measured = [self._kv_store.change(il) for il in self._kv_store.layers()]
         if any(map(math.isnan, measured[0])):
             measured = []
-        entries = [self._kv_entries_of(il, int(s.n_entries)) for il in self._kv_store.layers()]
+        entries = [
+            [self._kv_store.entries(il, head) for head in range(self._kv_store.layer(il).n_head_kv)]
+            for il in self._kv_store.layers()
+        ]
         return KVStats(
             budget=self._kv_entries,
             tokens_seen=int(s.n_tokens),
@@ -565,12 +568,6 @@ class Llama(llama_cpp.Llama):
             bound=tuple(bound for bound, _ in measured),
             change=tuple(change for _, change in measured),
         )
-
-    def _kv_entries_of(self, il: int, mean: int) -> list[int]:
-        n_head_kv = self._kv_store.layer(il).n_head_kv
-        if self._kv_policy.heads != "adaptive":
-            return [mean] * n_head_kv
-        return [self._kv_store.entries(il, head) for head in range(n_head_kv)]
 
     def kv_positions(self, il: int) -> list[npt.NDArray[np.int32]]:
         """Original positions that layer ``il`` keeps, ascending, one array per KV head.

@@ -116,9 +116,12 @@ def share_budget(
         attn: [n - window] scores of each head, where ``select_entries`` needs them.
 
     Raises:
-        ValueError: The budget cannot hold window, sinks and one more, or a head has no more than the window.
+        ValueError: The budget cannot hold window, sinks and one more, or a row of ``attn`` has another length.
     """
     lengths = np.array([len(np.asarray(each)) for each in positions], dtype=np.int32)
+    needed = np.maximum(lengths - policy.window, 0).tolist()
+    if attn is not None and [len(np.asarray(each)) for each in attn] != needed:
+        raise ValueError(f"attn has rows of {[len(np.asarray(each)) for each in attn]}, needed are {needed}")
     pos = np.concatenate([np.asarray(each, dtype=np.int32) for each in positions])
     scores = ffi.NULL
     if attn is not None:
@@ -267,12 +270,14 @@ class Store:
         """Original positions that a KV head holds, ascending."""
         n = self.entries(il, head)
         out = np.empty(n, dtype=np.int32)
-        lib.criticalkv_positions(self._ctx, il, head, ffi.from_buffer("int32_t[]", out), n)
+        status = lib.criticalkv_positions(self._ctx, il, head, ffi.from_buffer("int32_t[]", out), n)
+        if status < 0:
+            check(-status)
         return out
 
     def entries(self, il: int, head: int) -> int:
-        """Number of entries that a KV head holds."""
-        n = int(lib.criticalkv_positions(self._ctx, il, head, ffi.NULL, 0))
+        """Number of entries that a KV head holds, also while a prompt is read."""
+        n = int(lib.criticalkv_entries(self._ctx, il, head))
         if n < 0:
             check(-n)
         return n

@@ -188,6 +188,77 @@ def test_a_state_comes_back(model, load, tokens, arch, kind):
     assert logits.shape == last_logits(one).shape
 
 
+def rows_of(llm):
+    return [llm._kv_store.read_heads(which, il) for which in "kv" for il in llm._kv_store.layers()]
+
+
+@pytest.mark.parametrize("into", ["itself", "a fresh object", "a longer conversation"])
+def test_rows_of_a_state_come_back(model, load, tokens, into):
+    """The rows that are read have room for other numbers of slots than those that held the state."""
+    path, common = model(n_head=16, n_head_kv=8, n_layer=2), {**COMMON, "kv_policy": adaptive(slack=200)}
+    one = load(path, **common)
+    one.eval(tokens(300))
+    for token in tokens(50, seed=2):
+        one.eval([token])
+    saved, held, rows = one.save_state(), kept(one), rows_of(one)
+    other = one if into == "itself" else load(path, **common)
+    if into == "a longer conversation":
+        other.eval(tokens(900, seed=3))
+        other.eval(tokens(150, seed=4))
+    other.load_state(saved)
+    assert kept(other) == held
+    for got, want in zip(rows_of(other), rows, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_a_cut_state_leaves_nothing_allocated(tiny, load, tokens):
+    llm = load(tiny, kv_policy=adaptive(), **COMMON)
+    llm.eval(tokens(300))
+    saved = llm.save_state()
+    before, size = kept(llm), saved.llama_state_size
+    for cut in (size // 2, size - 100):
+        llm.eval([5])
+        broken = type(saved)(**{**vars(saved), "llama_state": saved.llama_state[:cut], "llama_state_size": cut})
+        with pytest.raises((ValueError, RuntimeError)):
+            llm.load_state(broken)
+        llm.load_state(saved)
+        assert kept(llm) == before
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt-oss"])  # the last layer of one is evicted, that of the other is not
+def test_stats_while_a_prompt_is_read(model, load, tokens, arch):
+    seen = []
+    llm = load(model(arch), kv_policy=adaptive(), prefill="exact", **COMMON)
+    llm.eval(tokens(300))
+    held = [sum(layer) // len(layer) for layer in llm.kv_stats().entries]
+    assert held == [BUDGET] * len(held)
+    llm.prefill_progress = lambda *_: seen.append(llm.kv_stats())
+    llm.eval(tokens(400, seed=2))
+    assert llm.kv_stats().entries_peak == max(BUDGET + 400, 300)
+    assert llm.kv_stats().bytes_now == seen[0].bytes_full * len(held) * BUDGET // (len(held) * seen[0].tokens_seen)
+    for stats in seen:
+        means = [sum(layer) // len(layer) for layer in stats.entries]
+        assert set(means) <= {BUDGET, *range(BUDGET, BUDGET + 401)}
+        assert sum(mean > BUDGET for mean in means) <= 1
+
+
+def test_heads_shorter_than_the_window(model, load, tokens):
+    """A cut to the start of the window, and another eviction before it is full again."""
+    llm = load(model(n_head=16, n_head_kv=8), kv_policy=adaptive(head_floor=0.0, measure=True), **{**COMMON, "kv_budget": 30})
+    llm.eval(tokens(300))
+    llm.n_tokens = 284
+    for token in tokens(8, seed=2):
+        llm.eval([token])
+    held = lengths(llm)
+    budget = 21
+    assert min(map(min, held)) <= WINDOW < budget < min(sum(layer) // len(layer) for layer in held)
+    llm._kv_store.evict(budget)
+    after = lengths(llm)
+    assert all(sum(layer) == budget * len(layer) for layer in after)
+    for old, new in zip(held, after, strict=True):
+        assert all(b == a for a, b in zip(old, new, strict=True) if a <= WINDOW)
+
+
 def test_a_state_of_uniform_heads_is_another_policy(tiny, load, tokens):
     uniform, ragged = load(tiny, **COMMON), load(tiny, kv_policy=adaptive(), **COMMON)
     for llm in (uniform, ragged):

@@ -234,6 +234,9 @@ CRITICALKV_API int criticalkv_get_layer(const struct llama_context * ctx, int32_
 CRITICALKV_API int32_t criticalkv_positions(const struct llama_context * ctx, int32_t il, int32_t head, int32_t * out,
                                             int32_t capacity);
 
+/* How many they are, also while a prompt is read or after a failed decode; minus the criticalkv_status on error. */
+CRITICALKV_API int32_t criticalkv_entries(const struct llama_context * ctx, int32_t il, int32_t head);
+
 /* Score now, without evicting. attn and norm: [n_head_kv, n - window] f32, row by row, each `count` floats large; entries
  * before the window in slot order. attn: the score, of keys where the policy ranks by them; for the maximum aggregate R
  * before its floor; where heads share their entries, the heads' mean. norm: what the policy weighs values by, or zeros. */

@@ -45,6 +45,16 @@ static void require_pointer(const void * p, const char * name) {
     }
 }
 
+// The layer, which has that KV head.
+static const layer & find_head(const store & s, int32_t il, int32_t head) {
+    const layer & l = s.find_layer(il);
+    if (head < 0 || head >= l.info.n_head_kv) {
+        throw error(CRITICALKV_ERR_ARGUMENT,
+                    "head is " + std::to_string(head) + ", allowed: 0 to " + std::to_string(l.info.n_head_kv - 1));
+    }
+    return l;
+}
+
 // Runs f; on an exception notes the sentence and returns its status.
 template <typename F> static int guarded(F && f) {
     set_last_error("");
@@ -65,6 +75,7 @@ template <typename F> static int guarded(F && f) {
 
 }  // namespace criticalkv
 
+using criticalkv::find_head;
 using criticalkv::guarded;
 using criticalkv::idle_store_of;
 using criticalkv::require_pointer;
@@ -161,11 +172,7 @@ int32_t criticalkv_positions(const llama_context * ctx, int32_t il, int32_t head
     int32_t   n      = 0;
     const int status = guarded([&] {
         const criticalkv::store & s = idle_store_of(ctx);
-        const criticalkv::layer & l = s.find_layer(il);
-        if (head < 0 || head >= l.info.n_head_kv) {
-            throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "head is " + std::to_string(head) + ", allowed: 0 to " +
-                                                                 std::to_string(l.info.n_head_kv - 1));
-        }
+        const criticalkv::layer & l = find_head(s, il, head);
         if (capacity > 0) {
             require_pointer(out, "out");
         }
@@ -173,6 +180,15 @@ int32_t criticalkv_positions(const llama_context * ctx, int32_t il, int32_t head
         const std::vector<int32_t> pos = s.positions(l, head);
         std::copy_n(pos.begin(), std::clamp<int32_t>(capacity, 0, (int32_t) pos.size()), out);
         n = (int32_t) pos.size();
+    });
+    return status == CRITICALKV_OK ? n : -status;
+}
+
+int32_t criticalkv_entries(const llama_context * ctx, int32_t il, int32_t head) {
+    int32_t   n      = 0;
+    const int status = guarded([&] {
+        const criticalkv::store & s = store_of(ctx);
+        n                           = s.entries_of(find_head(s, il, head), head);
     });
     return status == CRITICALKV_OK ? n : -status;
 }
@@ -241,13 +257,13 @@ int criticalkv_share(const criticalkv_params * params, int32_t budget, int32_t i
         }
         std::vector<criticalkv::head_entries> heads;
         for (int32_t head = 0; head < n_head_kv; ++head) {
-            if (n[head] <= params->window) {
-                throw criticalkv::error(CRITICALKV_ERR_ARGUMENT, "n of a head is " + std::to_string(n[head]) +
-                                                                     ", allowed: more than the window");
+            if (n[head] < 0) {
+                throw criticalkv::error(CRITICALKV_ERR_ARGUMENT,
+                                        "n of a head is " + std::to_string(n[head]) + ", allowed: 0 or more");
             }
             heads.push_back({ il, head, n[head], pos, attn, nullptr });
             pos += n[head];
-            attn = attn == nullptr ? nullptr : attn + n[head] - params->window;
+            attn = attn == nullptr ? nullptr : attn + std::max(n[head] - params->window, 0);
         }
         const std::vector<int32_t> budgets = criticalkv::share_budget(*params, budget, heads);
         std::copy(budgets.begin(), budgets.end(), out);

@@ -94,6 +94,14 @@ bool store::is_ragged(int32_t il) const {
     return std::any_of(layers.begin(), layers.end(), [&](const layer & l) { return l.il == il && l.rows.is_ragged(); });
 }
 
+int64_t store::most_slots() const {
+    int64_t most = 0;
+    for (const layer & l : layers) {
+        most = std::max(most, l.rows.capacity);
+    }
+    return most;
+}
+
 int64_t store::longest_base() const {
     int64_t longest = 0;
     for (const layer & l : layers) {

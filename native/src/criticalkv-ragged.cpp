@@ -4,6 +4,7 @@
 #include "llama-graph.h"
 
 #include <algorithm>
+#include <map>
 #include <vector>
 
 namespace criticalkv {
@@ -12,7 +13,7 @@ namespace criticalkv {
 class input_ragged_mask : public llm_graph_input_i {
   public:
     input_ragged_mask(store & owner, ggml_tensor * mask, int64_t base, int64_t slots) :
-        mask(mask), base(base), owner(owner), slots(slots), memory_version(owner.memory_version) {}
+        mask(mask), owner(owner), base(base), slots(slots), memory_version(owner.memory_version) {}
 
     void set_input(const llama_ubatch * ubatch) override {
         std::vector<ggml_fp16_t> data(ggml_nelements(mask));
@@ -27,29 +28,46 @@ class input_ragged_mask : public llm_graph_input_i {
     }
 
     ggml_tensor * mask;  // F16 [base + slots (+ padding), n_tokens]
-    const int64_t base;
+
+    std::map<ggml_backend_buffer_type_t, ggml_tensor *> on_device;  // copies
 
   private:
     store &       owner;
+    const int64_t base;
     const int64_t slots;
     const int64_t memory_version;
 };
 
-static input_ragged_mask & ragged_mask(store & owner, ggml_context * ctx, llm_graph_result * res, int64_t slots,
-                                       int64_t n_tokens, int64_t padding) {
+static input_ragged_mask & input_of(store & owner, ggml_context * ctx, llm_graph_result * res, int64_t slots,
+                                    int64_t n_tokens) {
     for (const auto & input : res->inputs) {
         if (auto * found = dynamic_cast<input_ragged_mask *>(input.get())) {
             return *found;
         }
     }
-    const int64_t base = owner.longest_base();
-    ggml_tensor * mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, base + slots + padding, n_tokens);
+    const int64_t base    = owner.longest_base();
+    const int64_t padding = owner.is_on_host() ? 0 : RAGGED_PADDING;
+    ggml_tensor * mask    = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, base + slots + padding, n_tokens);
     ggml_set_input(mask);
     ggml_set_name(mask, "criticalkv_ragged_mask");
     auto   input = std::make_unique<input_ragged_mask>(owner, mask, base, slots);
     auto & kept  = *input;
     res->add_input(std::move(input));
     return kept;
+}
+
+// The graph's mask where the layer is: each device gets one copy, of which heads read their parts.
+static ggml_tensor * mask_for(store & owner, ggml_context * ctx, llm_graph_result * res, const layer & l, int64_t slots,
+                              int64_t n_tokens) {
+    input_ragged_mask & input = input_of(owner, ctx, res, slots, n_tokens);
+    if (ggml_backend_buft_is_host(l.buft)) {
+        return input.mask;
+    }
+    ggml_tensor *& copy = input.on_device[l.buft];
+    if (copy == nullptr) {
+        copy = ggml_cont(ctx, input.mask);
+    }
+    return copy;
 }
 
 // What was computed for one head goes to its slots.
@@ -89,7 +107,8 @@ ggml_tensor * attend_ragged(store & owner, ggml_context * ctx, ggml_cgraph * gf,
     const int64_t   group    = l.info.n_head / l.info.n_head_kv;
     // there are more only in graphs that are never computed: those for llama.cpp to reserve, layers below a window
     const int64_t slots = std::min(call.n_kv, rows.capacity);
-    const auto &  mask  = ragged_mask(owner, ctx, res, call.n_kv, n_tokens, on_host ? 0 : RAGGED_PADDING);
+    ggml_tensor * mask  = mask_for(owner, ctx, res, l, std::min(call.n_kv, owner.most_slots()), n_tokens);
+    const int64_t base  = owner.longest_base();
 
     ggml_build_forward_expand(gf, call.kq_mask);  // llama.cpp fills it in any case
     for (int64_t head = 0; head < l.info.n_head_kv; ++head) {
@@ -105,8 +124,8 @@ ggml_tensor * attend_ragged(store & owner, ggml_context * ctx, ggml_cgraph * gf,
                                             head * group * call.q->nb[1]);
         ggml_tensor * k      = read_rows(ctx, rows.k, rows.first_row(head), n);
         ggml_tensor * v      = read_rows(ctx, rows.v, rows.first_row(head), n);
-        ggml_tensor * m      = ggml_view_2d(ctx, mask.mask, n, n_tokens, mask.mask->nb[1],
-                                            (mask.base - rows.base[head]) * sizeof(ggml_fp16_t));
+        ggml_tensor * m =
+            ggml_view_2d(ctx, mask, n, n_tokens, mask->nb[1], (base - rows.base[head]) * sizeof(ggml_fp16_t));
         if (n_tokens > 1 || !on_host) {
             m = ggml_cont(ctx, m);  // whole and aligned
         }

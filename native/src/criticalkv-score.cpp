@@ -273,6 +273,9 @@ layer_scores store::compute_scores(llama_context & lctx, layer & l) {
     out.norm.resize(out.attn.size(), 0.0f);
     for (const head_range & of : ranges_of(l)) {
         const size_t first = out.first[of.head];
+        if (l.rows.is_ragged() && of.n <= params.window) {
+            continue;  // such a head keeps all that it has
+        }
         score_range(lctx, l, of, out.attn.data() + first, out.norm.data() + first);
     }
     check_finite(out.attn, l.il);

@@ -153,6 +153,11 @@ std::vector<int32_t> share_budget(const criticalkv_params & params, int32_t budg
     for (size_t h = 0; h < heads.size(); ++h) {
         const head_entries & e        = heads[h];
         const int32_t        n_before = e.n - params.window;
+        if (n_before < 1) {  // no more than the window, which stays in any case
+            budgets[h] = e.n;
+            left -= e.n;
+            continue;
+        }
         const int32_t        n_sinks  = (int32_t) (std::lower_bound(e.pos, e.pos + n_before, params.sinks) - e.pos);
         std::vector<int32_t> idx(n_before - n_sinks);
         std::iota(idx.begin(), idx.end(), n_sinks);

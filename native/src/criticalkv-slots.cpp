@@ -79,6 +79,9 @@ std::unordered_set<const ggml_tensor *> store::memory_tensors() const {
             all.insert({ l.k, l.v });
         }
     }
+    for (const layer & l : layers) {
+        all.insert({ l.rows.k, l.rows.v });
+    }
     const auto states = state_tensors(owner.get_memory());
     all.insert(states.begin(), states.end());
     return all;

@@ -3,8 +3,8 @@
 // It stands before the cache's own part, so that a blob from another model, with other parameters, or from a context
 // without a store is refused before anything in the cache has changed.
 //
-// Ragged rows are written here as well, head by head. The cache's own part then holds rows that mean nothing: it knows one
-// layout only. They are overwritten when the state is put in force.
+// Ragged rows are written here as well, head by head; the cache's own part, which knows one layout only, then has cells but
+// no rows. (What it reads would reach memory only after the state is in force.)
 
 #include "criticalkv-error.h"
 #include "criticalkv-store.h"
@@ -235,10 +235,27 @@ void store::state_read(llama_io_read_i & io) {
     }
     check_loaded(*state);
     const int64_t needed = padded(state->header.n_slots);
-    if (capacity() < needed) {
+    if (state->rows.empty() && capacity() < needed) {
         resize(needed);
     }
+    int64_t bytes = bytes_allocated();
+    for (const kv_rows & rows : state->rows) {
+        bytes += rows.bytes();
+    }
+    note_allocated(bytes);
     loaded = std::move(state);
+}
+
+void store::state_abort() {
+    loaded.reset();
+}
+
+bool store::has_ragged_rows() const {
+    return layers[0].rows.is_ragged();
+}
+
+bool store::loads_ragged_rows() const {
+    return loaded && !loaded->rows.empty();
 }
 
 void store::state_check_cells(uint32_t n_cells) const {

@@ -124,6 +124,11 @@ const llama_kv_cells & store::cells() const {
     return cache.v_cells[0];
 }
 
+// All heads of a layer together have as many entries as if they shared them evenly, so there is no remainder.
+static int64_t mean_base(const layer & l) {
+    return std::accumulate(l.rows.base.begin(), l.rows.base.end(), (int64_t) 0) / l.info.n_head_kv;
+}
+
 int32_t store::n_used() const {
     return (int32_t) cells().get_used();
 }
@@ -133,14 +138,19 @@ bool store::is_ragged() const {
 }
 
 int32_t store::entries_of(const layer & l, int32_t head) const {
-    return (int32_t) l.rows.base_of(head) + n_used();
+    const size_t i = (size_t) (&l - layers.data());
+    if (!reading || reading->window.layer == l.il) {
+        return (int32_t) l.rows.base_of(head) + n_used();
+    }
+    if (i < reading->kept.size()) {
+        return (int32_t) reading->kept[i][head].size();
+    }
+    return (int32_t) (l.rows.base_of(head) - mean_base(l)) + reading->entries;
 }
 
 // All layers have the same number in all of their heads together; while a prompt is read, those that it has not passed.
 int32_t store::n_entries() const {
-    const layer & l    = layers[reading ? std::min(reading->kept.size(), layers.size() - 1) : 0];
-    const int64_t base = std::accumulate(l.rows.base.begin(), l.rows.base.end(), (int64_t) 0);
-    return n_used() + (int32_t) (base / l.info.n_head_kv);
+    return reading ? reading->entries + n_positions() - reading->first : n_used() + (int32_t) mean_base(layers[0]);
 }
 
 // Once entries are evicted now.

@@ -211,6 +211,10 @@ class store {
     void state_read(llama_io_read_i & io);
     void state_check_cells(uint32_t n_cells) const;
     void state_commit();
+    void state_abort();  // the cache could not read its part
+    // Whether the rows are in the store's part of a state, and the cache's own has none.
+    bool has_ragged_rows() const;
+    bool loads_ragged_rows() const;
 
     // The callback with which a graph shall be built: `cb`, unless a prompt is being read layer by layer.
     static llm_graph_cb window_callback(llama_memory_i * memory, llm_graph_result * res, llm_graph_cb cb);
@@ -236,6 +240,7 @@ class store {
 
     criticalkv_stats     stats() const;
     measurement          measured_of(int32_t il) const;
+    int32_t              entries_of(const layer & l, int32_t head) const;  // also while a prompt is read
     std::vector<int32_t> positions(const layer & l, int32_t head) const;
     std::vector<float>   read(llama_context & lctx, int32_t which, int32_t il) const;
     std::vector<float>   read_entries(const layer & l, const ggml_tensor * rows) const;
@@ -261,6 +266,8 @@ class store {
     // Called by the input of a graph with ragged layers: F16 [width, n_tokens] of 0, seen, and -inf.
     void    fill_mask(const llama_ubatch & ubatch, int64_t base, int64_t slots, int64_t width, uint16_t * out) const;
     int64_t longest_base() const;
+    int64_t most_slots() const;  // that any layer has room for
+    bool    is_on_host() const;  // all of the cache
 
     // Rows of the query rings: the window, and some to spare, so that a few tokens that are taken back (drafts that were
     // not accepted) do not leave the window without its queries.
@@ -292,7 +299,6 @@ class store {
     const llama_kv_cells & cells() const;
     bool                   is_ragged() const;  // whether evictions leave heads with different numbers of entries
     int32_t                n_used() const;     // slots that hold an entry
-    int32_t                entries_of(const layer & l, int32_t head) const;
     int32_t                n_entries() const;  // of one head, the mean
     int32_t                n_positions() const;
     std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
@@ -326,7 +332,6 @@ class store {
     head_lists   positions_of(const layer & l, const head_lists & keep) const;
     head_lists   choose_layer(llama_context & lctx, layer & l, int32_t budget);
     measurement  measure_layer(llama_context & lctx, layer & l, const head_lists & keep);
-    bool         is_on_host() const;
     void         compact_in_place(const layer_lists & keep) noexcept;
     std::vector<kv_rows> compact(llama_context & lctx, const layer_lists & keep, int64_t capacity);
     void                 commit(layer_lists kept, std::vector<kv_rows> rows);

@@ -41,7 +41,7 @@ class Inspection:
     Attributes:
         model: File name of the model.
         policy: Name of the preset, or the ``KVPolicy`` with what differs from the default.
-        budget: Entries per KV head.
+        budget: Entries per KV head, on average over a layer.
         window: The last entries that are always kept.
         sinks: The first positions that are always kept.
         tokens: [n] text of each position; together they are the prompt. A character of several tokens stands at the
@@ -292,10 +292,11 @@ def _summary(inspection: Inspection) -> str:
     n = len(inspection.tokens)
     counts = inspection.heads_per_token()
     heads = sorted({len(h) for h in inspection.kept})
+    uneven = any(len({len(positions) for positions in layer}) > 1 for layer in inspection.kept)
     facts = {
         "Model": inspection.model,
         "Policy": inspection.policy,
-        "Budget": f"{inspection.budget:,} entries per KV head",
+        "Budget": f"{inspection.budget:,} entries per KV head{' on average' if uneven else ''}",
         "Always kept": f"first {inspection.sinks:,}, last {inspection.window:,}",
         "Prompt": _plural(n, "token"),
         "Evicted layers": f"{_plural(len(inspection.layers), 'layer')}, "
