@@ -16,7 +16,7 @@ class KVStats:
         budget: Entries per KV head and layer in force; a share follows the tokens seen.
         tokens_seen: Positions of the conversation so far, evicted ones included.
         entries: Entries now, one list per layer with one number per KV head.
-        entries_peak: The most that one head has held; of ``heads="adaptive"`` the most that a layer's heads held on average.
+        entries_peak: The most that one head has held; with ``heads="adaptive"``, on average over a layer.
         bytes_now: Bytes of the entries held now.
         bytes_peak: Bytes of the most entries held at one time.
         bytes_full: Bytes that a cache without eviction would hold after ``tokens_seen``.

@@ -129,6 +129,7 @@ def answer(job: Answer, mock: Mock | None = None) -> Answer:
             llm.eval([5])
             out["set_rows"] = mock.nodes("SET_ROWS")
             out["attended"] = mock.nodes("FLASH_ATTN_EXT")
+            out["uploads"] = mock.traffic()["n_up"]
             out["tokens"] = [graphs_of_a_token(llm, mock) for _ in range(job.get("tokens", 0))]
     finally:
         llm.close()

@@ -53,7 +53,7 @@ def test_unknown_policy_lists_the_known(tiny, load):
         ({"eps": -1e-9}, ValueError), ({"eps": float("inf")}, ValueError), ({"slack": 0}, ValueError),
         ({"norm": "L1"}, ValueError), ({"norm": None}, TypeError), ({"score": "attention"}, ValueError),
         ({"aggregate": "sum"}, ValueError), ({"value": "obcache"}, ValueError), ({"seed": -1}, ValueError),
-        ({"heads": "each"}, ValueError), ({"heads": "adaptive", "head_floor": 2.0}, ValueError),
+        ({"heads": "each"}, ValueError), ({"head_floor": 2.0, "heads": "adaptive"}, ValueError),
         ({"score": "random"}, ValueError), ({"score": "keydiff"}, ValueError), ({"heads": "shared"}, ValueError),
         ({"heads": "shared", "score": "random", "value": "none"}, ValueError),
     ],

@@ -265,6 +265,31 @@ def test_heads_of_different_lengths(library, job, arch, fused):
         assert fused or got["kept"] == mock_cuda.answer(each)["kept"]
 
 
+@pytest.mark.parametrize("arch", families("llama", "gemma3"))
+def test_the_mask_of_such_heads_is_uploaded_once(library, job, arch):
+    """However many heads and layers read it."""
+    counts = [
+        mock_cuda.answers(library, [job(arch, policy=policy, shape={"n_layer": n_layer}, evict=BUDGET)])[0]["uploads"]
+        for policy in ({}, {"heads": "adaptive"})
+        for n_layer in (2, 6)
+    ]
+    assert counts[0] == counts[1] <= counts[2] == counts[3] <= counts[0] + 1
+
+
+@pytest.mark.parametrize("n_gpu_layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("arch", families("llama", "gemma3"))
+def test_such_heads_on_some_layers_of_the_device(library, job, arch, n_gpu_layers):
+    jobs = []
+    for mode in MODES[:3]:
+        model = {"n_ubatch": 128, "n_ctx": 2048, **mode["model"], "n_gpu_layers": n_gpu_layers}
+        jobs.append(job(arch, "f16", {"heads": "adaptive", "slack": 16}, n=500, **{**mode, "model": model}))
+        jobs[-1]["n"] = 80
+    for each, got in zip(jobs, mock_cuda.answers(library, jobs, fused=False), strict=True):
+        want = mock_cuda.answer(each)
+        assert (got["kept"], got["text"], got["mode"]) == (want["kept"], want["text"], want["mode"])
+        assert got["evictions"] == want["evictions"] >= 3
+
+
 @pytest.mark.parametrize("arch", families("llama", "gemma3", "gpt-oss", "lfm2"))
 def test_decode_replays_cuda_graphs(library, job, arch):
     """Between evictions CUDA replays what it captured; a token that evicts is launched, the next replayed again."""

@@ -244,7 +244,8 @@ def test_stats_while_a_prompt_is_read(model, load, tokens, arch):
 
 def test_heads_shorter_than_the_window(model, load, tokens):
     """A cut to the start of the window, and another eviction before it is full again."""
-    llm = load(model(n_head=16, n_head_kv=8), kv_policy=adaptive(head_floor=0.0, measure=True), **{**COMMON, "kv_budget": 30})
+    policy = adaptive(head_floor=0.0, measure=True)
+    llm = load(model(n_head=16, n_head_kv=8), kv_policy=policy, **{**COMMON, "kv_budget": 30})
     llm.eval(tokens(300))
     llm.n_tokens = 284
     for token in tokens(8, seed=2):
