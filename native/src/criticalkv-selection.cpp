@@ -158,7 +158,7 @@ std::vector<int32_t> share_budget(const criticalkv_params & params, int32_t budg
             left -= e.n;
             continue;
         }
-        const int32_t        n_sinks  = (int32_t) (std::lower_bound(e.pos, e.pos + n_before, params.sinks) - e.pos);
+        const int32_t        n_sinks = (int32_t) (std::lower_bound(e.pos, e.pos + n_before, params.sinks) - e.pos);
         std::vector<int32_t> idx(n_before - n_sinks);
         std::iota(idx.begin(), idx.end(), n_sinks);
         const std::vector<double> score = first_scores(params, e, n_before);
