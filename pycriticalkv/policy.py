@@ -13,6 +13,7 @@ AGGREGATES = {"mean": 0, "max": 1}
 VALUES = {"none": 0, "critical": 1, "vatp": 2, "caote": 3}
 NORMS = {"gram": 0, "l2": 1, "l1": 2}
 HEADS = {"uniform": 0, "shared": 1, "adaptive": 2}
+LAYERS = {"uniform": 0, "pyramid": 1, "adaptive": 2}
 
 
 def _one_of(name: str, value: Any, known: dict[str, int]) -> None:
@@ -56,6 +57,10 @@ class KVPolicy:
             ``"shared"``: all of them keep the same ones, by the mean of their scores (TOVA, arXiv 2401.06104);
             ``"adaptive"``: the budget is their mean, and a head gets as many as the best entries of the layer, by the
             score alone, are in it (Ada-KV, arXiv 2407.11550).
+        layers: ``"uniform"``: each layer has the same budget; ``"pyramid"``: it falls in equal steps from nearly twice the
+            budget in the first layer to nearly the protected entries in the last (PyramidKV, arXiv 2406.02069);
+            ``"adaptive"``: as ``heads="adaptive"``, which it needs, but among the heads of all layers. The budget is
+            their mean. Adaptive layers are chosen together, so ``prefill="exact"`` is not possible.
         norm: The norm of a value projected by W_O: ``"gram"`` (L2, one matrix per KV head), ``"l2"`` (per query
             head), ``"l1"`` (the paper's, slower: it unpacks W_O at every eviction).
         window: The last entries, always kept, whose queries observe; 1 to 256.
@@ -87,6 +92,7 @@ class KVPolicy:
     slack: int | None = None
     seed: int = 0
     heads: str = "uniform"
+    layers: str = "uniform"
     head_floor: float = 0.2
     measure: bool = field(default=False, compare=False)
 
@@ -97,6 +103,7 @@ class KVPolicy:
         _one_of("value", self.value, VALUES)
         _one_of("norm", self.norm, NORMS)
         _one_of("heads", self.heads, HEADS)
+        _one_of("layers", self.layers, LAYERS)
         _integer("window", self.window, 1, 256)
         _integer("sinks", self.sinks, 0, 4096)
         _integer("pool", self.pool, 1, 63)
@@ -114,6 +121,8 @@ class KVPolicy:
             raise ValueError(f'value={self.value!r} needs score="window", not score={self.score!r}')
         if self.heads == "shared" and self.score == "random":
             raise ValueError('heads="shared" does not go with score="random", which draws for each head')
+        if self.layers == "adaptive" and self.heads != "adaptive":
+            raise ValueError(f'layers="adaptive" needs heads="adaptive", not heads={self.heads!r}')
         if self.value != "none" and self.heads == "shared":
             raise ValueError(f'value={self.value!r} does not go with heads="shared"')
 
@@ -133,6 +142,7 @@ PRESETS: dict[str, KVPolicy] = {
     "snapkv": KVPolicy(aggregate="mean", value="none"),
     "ada-criticalkv": KVPolicy(aggregate="mean", heads="adaptive"),
     "ada-snapkv": KVPolicy(aggregate="mean", value="none", heads="adaptive"),
+    "pyramidkv": KVPolicy(aggregate="mean", value="none", layers="pyramid"),
     "streamingllm": KVPolicy(score="recency", value="none"),
     "random": KVPolicy(score="random", value="none"),
     "vatp": KVPolicy(aggregate="mean", value="vatp"),

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pycriticalkv._native import ffi, lib
-from pycriticalkv.policy import AGGREGATES, HEADS, NORMS, SCORES, VALUES, Budget, KVPolicy
+from pycriticalkv.policy import AGGREGATES, HEADS, LAYERS, NORMS, SCORES, VALUES, Budget, KVPolicy
 
 ERROR_TYPES: dict[int, type[Exception]] = {
     lib.CRITICALKV_ERR_ARGUMENT: ValueError,
@@ -47,6 +47,7 @@ def make_params(policy: KVPolicy, budget: int, slack: int) -> Any:
     params.value = VALUES[policy.value]
     params.norm = NORMS[policy.norm]
     params.heads = HEADS[policy.heads]
+    params.layers = LAYERS[policy.layers]
     params.alpha = policy.alpha
     params.eps = policy.eps
     params.seed = policy.seed
@@ -136,6 +137,16 @@ def share_budget(
         )
     )  # fmt: skip
     return out
+
+
+def share_over_layers(policy: KVPolicy, budget: int, lengths: Sequence[int]) -> list[int]:
+    """How layers that hold ``lengths`` entries per KV head share a budget: entries per head of each, where they follow
+    from the lengths alone (``layers="uniform"`` and ``"pyramid"``).
+    """
+    params = make_params(policy, 0, policy.slack_for(budget))
+    out = ffi.new("int32_t[]", len(lengths))
+    check(lib.criticalkv_share_layers(params, budget, len(lengths), ffi.new("int32_t[]", list(lengths)), out))
+    return list(out)
 
 
 @contextlib.contextmanager
@@ -285,9 +296,10 @@ class Store:
     def scores(self, il: int, window: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Attention scores and value norms, [n_head_kv, n - window] each, without evicting.
 
-        Where heads hold different numbers of entries, n is their mean, and rows follow one another without a gap.
+        Where heads may hold different numbers of entries, all rows follow one another in one array.
         """
-        shape = (self.layer(il).n_head_kv, max(int(self.stats().n_entries) - window, 0))
+        lengths = [max(self.entries(il, head) - window, 0) for head in range(self.layer(il).n_head_kv)]
+        shape = (sum(lengths),) if self.stats().ragged else (len(lengths), lengths[0])
         attn = np.empty(shape, dtype=np.float32)
         norm = np.empty(shape, dtype=np.float32)
         check(
@@ -300,14 +312,16 @@ class Store:
     def read(self, which: str, il: int) -> npt.NDArray[np.float32]:
         """Keys ``"k"``, values ``"v"`` or saved queries ``"q"`` of a layer: [n, heads, head size].
 
-        Where heads hold different numbers of entries, keys and values come head by head: ``read_heads``.
+        Where heads may hold different numbers of entries, keys and values come head by head as [n of all, 1, head size];
+        ``read_heads`` splits them.
         """
         kind = {"k": lib.CRITICALKV_TENSOR_K, "v": lib.CRITICALKV_TENSOR_V, "q": lib.CRITICALKV_TENSOR_Q}[which]
         size = lib.criticalkv_read(self._ctx, kind, il, ffi.NULL, 0)
         out = np.empty(size, dtype=np.float32)
         lib.criticalkv_read(self._ctx, kind, il, ffi.from_buffer("float[]", out), size)
         info = self.layer(il)
-        heads = info.n_head if which == "q" else info.n_head_kv
+        of_cache = 1 if self.stats().ragged else info.n_head_kv
+        heads = info.n_head if which == "q" else of_cache
         return out.reshape(-1, heads, info.n_embd_v if which == "v" else info.n_embd_k)
 
     def read_heads(self, which: str, il: int) -> list[npt.NDArray[np.float32]]:

@@ -53,6 +53,7 @@ def test_unknown_policy_lists_the_known(tiny, load):
         ({"eps": -1e-9}, ValueError), ({"eps": float("inf")}, ValueError), ({"slack": 0}, ValueError),
         ({"norm": "L1"}, ValueError), ({"norm": None}, TypeError), ({"score": "attention"}, ValueError),
         ({"aggregate": "sum"}, ValueError), ({"value": "obcache"}, ValueError), ({"seed": -1}, ValueError),
+        ({"layers": "adaptive"}, ValueError), ({"layers": "cone"}, ValueError), ({"layers": 1}, TypeError),
         ({"heads": "each"}, ValueError), ({"head_floor": 2.0, "heads": "adaptive"}, ValueError),
         ({"score": "random"}, ValueError), ({"score": "keydiff"}, ValueError), ({"heads": "shared"}, ValueError),
         ({"heads": "shared", "score": "random", "value": "none"}, ValueError),

@@ -1,6 +1,8 @@
-"""Heads that hold different numbers of entries: ``heads="adaptive"``."""
+"""Heads and layers that hold different numbers of entries: ``heads="adaptive"``, ``layers="pyramid"``, ``"adaptive"``."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -31,21 +33,32 @@ def model(make_tiny):
     return make
 
 
+POLICIES = {
+    "heads": adaptive(),
+    "pyramid": KVPolicy(layers="pyramid"),
+    "heads-pyramid": adaptive(layers="pyramid", aggregate="mean"),
+    "layers": adaptive(layers="adaptive"),
+}
+EACH = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+
+
 def lengths(llm):
     return [[len(head) for head in layer] for layer in kept(llm)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head_dim", [32, 64, 96])
-def test_kept_rows_are_moved_unchanged(make_tiny, load, tokens, kind, head_dim):
+@EACH
+def test_kept_rows_are_moved_unchanged(make_tiny, load, tokens, kind, head_dim, policy):
     path = make_tiny(head_dim=head_dim, n_head=4, n_layer=2)
-    llm = load(path, kv_policy=adaptive(), type_k=KINDS[kind], type_v=KINDS[kind], **COMMON)
+    llm = load(path, kv_policy=policy, type_k=KINDS[kind], type_v=KINDS[kind], **COMMON)
     prefill_only(llm, tokens(300))
     held = [[list(range(300))] * 2] * 2
     for _ in range(2):  # from rows of all heads, then from rows of one head
         before = {(which, il): llm._kv_store.read_heads(which, il) for which in "kv" for il in range(2)}
         llm._kv_store.evict(BUDGET)
-        assert all(sum(layer) == 2 * BUDGET for layer in lengths(llm))
+        assert sum(map(sum, lengths(llm))) == 4 * BUDGET
+        assert policy.layers != "uniform" or all(sum(layer) == 2 * BUDGET for layer in lengths(llm))
         for (which, il), rows in before.items():
             for head, after in enumerate(llm._kv_store.read_heads(which, il)):
                 at = np.searchsorted(held[il][head], kept(llm)[il][head])
@@ -53,7 +66,8 @@ def test_kept_rows_are_moved_unchanged(make_tiny, load, tokens, kind, head_dim):
         for token in tokens(30, seed=2):
             prefill_only(llm, [token])
         held = kept(llm)
-    assert any(len(set(layer)) > 1 for layer in lengths(llm))
+    assert policy.heads == "uniform" or any(len(set(layer)) > 1 for layer in lengths(llm))
+    assert policy.layers == "uniform" or len({sum(layer) for layer in lengths(llm)}) > 1
 
 
 def read_head(llm, path, il, head, kind):
@@ -96,7 +110,7 @@ def test_scores_of_heads_of_different_lengths(model, load, tokens, kind, norm, a
     for token in tokens(20, seed=2):
         prefill_only(llm, [token])
     for il, layer in enumerate(lengths(llm)):
-        attn, value = (np.split(part.ravel(), np.cumsum([n - WINDOW for n in layer])[:-1])
+        attn, value = (np.split(part, np.cumsum([n - WINDOW for n in layer])[:-1])
                        for part in llm._kv_store.scores(il, WINDOW))  # fmt: skip
         for head in range(len(layer)):
             want_attn, want_value = scores_of_head(llm, path, il, head, norm, kind, aggregate)
@@ -141,10 +155,11 @@ def test_budgets_are_shared_by_the_scores_that_were_read_back(tiny, load, tokens
 
 @pytest.mark.parametrize("kind", [1, 8])
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_exact_equals_full(model, load, tokens, arch, kind):
+@pytest.mark.parametrize("policy", ["heads", "pyramid"])
+def test_exact_equals_full(model, load, tokens, arch, kind, policy):
     """A prompt, some tokens, and two more turns, of which one is long; heads end with different numbers of entries."""
     exact, full = (
-        load(model(arch), prefill=prefill, kv_policy=adaptive(), type_k=kind, type_v=kind, **COMMON)
+        load(model(arch), prefill=prefill, kv_policy=POLICIES[policy], type_k=kind, type_v=kind, **COMMON)
         for prefill in ("exact", "full")
     )
     steps = [tokens(300), *([token] for token in tokens(40, seed=2)), tokens(200, seed=3), tokens(9, seed=4), [5]]
@@ -153,14 +168,52 @@ def test_exact_equals_full(model, load, tokens, arch, kind):
             llm.eval(step)
         assert kept(exact) == kept(full)
         assert np.array_equal(last_logits(exact), last_logits(full))
+        one, other = exact.kv_stats(), full.kv_stats()
+        assert (one.entries, one.bytes_now, one.entries_peak) == (other.entries, other.bytes_now, other.entries_peak)
     assert exact.kv_stats().evictions == full.kv_stats().evictions >= 2
-    assert any(len(set(layer)) > 1 for layer in lengths(full))
+    if policy == "heads":
+        assert any(len(set(layer)) > 1 for layer in lengths(full))
+
+
+def test_adaptive_layers_are_not_read_one_by_one(tiny, load, tokens):
+    policy = POLICIES["layers"]
+    with pytest.raises(ValueError, match="prefill='exact'.*adaptive layers"):
+        load(tiny, kv_policy=policy, prefill="exact", **COMMON)
+    with pytest.warns(match="adaptive layers"):
+        llm = load(tiny, kv_policy=policy, **COMMON)
+    llm.eval(tokens(300))
+    assert llm.kv_stats().prefill == "full"
+
+
+def test_what_layers_keep_is_what_all_of_them_share(tiny, load, tokens):
+    policy = POLICIES["layers"]
+    llm = load(tiny, kv_policy=policy, prefill="full", **COMMON)
+    prefill_only(llm, tokens(300))
+    attn = [row for il in range(3) for row in llm._kv_store.scores(il, WINDOW)[0]]
+    llm._kv_store.evict(BUDGET)
+    got = [n for layer in lengths(llm) for n in layer]
+    assert got == share_budget(policy, BUDGET, [range(300)] * len(attn), attn=attn).tolist()
+
+
+@EACH
+@pytest.mark.parametrize("mode", ["full", "stream"])
+def test_whatever_differs_the_mean_is_the_budget(model, load, tokens, policy, mode):
+    llm = load(model("gemma3"), kv_policy=policy, prefill=mode, **COMMON)
+    for step in (tokens(400), tokens(100, seed=2), *([token] for token in tokens(40, seed=3))):
+        llm.eval(step)
+        stats = llm.kv_stats()
+        heads = [n for layer in stats.entries for n in layer]
+        assert stats.entries == lengths(llm)
+        assert BUDGET <= sum(heads) / len(heads) <= BUDGET + policy.slack_for(BUDGET)
+        assert stats.bytes_now * stats.tokens_seen * len(heads) == stats.bytes_full * sum(heads)
+    assert stats.evictions >= 3
 
 
 @pytest.mark.parametrize("arch", ["llama", "gemma3", "lfm2"])
 @pytest.mark.parametrize("kind", [1, 2])
-def test_a_state_comes_back(model, load, tokens, arch, kind):
-    one, other = (load(model(arch), kv_policy=adaptive(), type_k=kind, type_v=kind, **COMMON) for _ in range(2))
+@EACH
+def test_a_state_comes_back(model, load, tokens, arch, kind, policy):
+    one, other = (load(model(arch), kv_policy=policy, prefill="full", type_k=kind, type_v=kind, **COMMON) for _ in range(2))
     greedy(one, tokens(300), 10)
     saved, before = one.save_state(), kept(one)
     more, want = tokens(60, seed=5), []
@@ -300,9 +353,10 @@ def test_cutting_back_inside_the_window(tiny, load, tokens):
 
 
 @pytest.mark.parametrize("budget,slack", [(200, 56), (500, None), (1000, 24)])
-def test_memory_is_that_of_the_entries_and_the_slack(tiny, load, tokens, budget, slack):
-    policy = adaptive(slack=slack)
-    llm = load(tiny, kv_budget=budget, kv_policy=policy, n_ctx=8192)
+@EACH
+def test_memory_is_that_of_the_entries_and_the_slack(tiny, load, tokens, budget, slack, policy):
+    policy = dataclasses.replace(policy, slack=slack)
+    llm = load(tiny, kv_budget=budget, kv_policy=policy, n_ctx=8192, prefill="full")
     llm.eval(tokens(1500))
     stats = llm.kv_stats()
     per_entry = stats.bytes_now / sum(map(sum, stats.entries))
@@ -312,7 +366,7 @@ def test_memory_is_that_of_the_entries_and_the_slack(tiny, load, tokens, budget,
     for token in tokens(policy.slack_for(budget) * 2 + 5, seed=2):
         llm.eval([token])
         stats = llm.kv_stats()
-        assert all(sum(layer) <= len(layer) * (budget + policy.slack_for(budget)) for layer in stats.entries)
+        assert sum(map(sum, stats.entries)) <= n_heads * (budget + policy.slack_for(budget))
         assert stats.bytes_allocated <= 1.25 * per_entry * n_heads * (budget + policy.slack_for(budget))
 
 

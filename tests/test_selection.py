@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference.select import select, share
+from reference.select import layer_budgets, select, share
 
 from pycriticalkv import PRESETS, KVPolicy
-from pycriticalkv.store import select_entries, share_budget
+from pycriticalkv.store import select_entries, share_budget, share_over_layers
 
 # few different values, so that ties are everywhere, and some of very different size
 SCORES = st.one_of(
@@ -46,7 +46,7 @@ def test_same_as_brute_force(case, name):
     policy = preset(name, **case["policy"])
     got = select_entries(policy, case["budget"], case["positions"], attn=case["attn"], norm=case["norm"])
     want = select(
-        name.removeprefix("ada-"), len(case["positions"]), case["budget"], policy.window, policy.sinks,
+        {"pyramidkv": "snapkv"}.get(name, name.removeprefix("ada-")), len(case["positions"]), case["budget"], policy.window, policy.sinks,
         attn=case["attn"], norm=case["norm"], alpha=policy.alpha, eps=policy.eps, positions=case["positions"],
     )  # fmt: skip
     assert got.tolist() == want
@@ -56,15 +56,14 @@ def test_same_as_brute_force(case, name):
 def layers(draw):
     window, sinks, n_head = draw(st.integers(1, 4)), draw(st.integers(0, 3)), draw(st.integers(1, 5))
     least = window + sinks + 1
-    n = draw(st.lists(st.integers(least, 40), min_size=n_head, max_size=n_head))
-    # heads of an evicted cache: sinks and window in all of them, gaps between
+    n = draw(st.lists(st.integers(1, 36), min_size=n_head, max_size=n_head))
+    # heads of an evicted cache: sinks and a tail in all of them, gaps between; after a cut it is shorter than the window
+    tail = range(60, 60 + draw(st.sampled_from([window, 1])))
     positions = [
-        sorted(
-            {*range(sinks), *draw(st.permutations(range(sinks, 60)))[: count - window - sinks], *range(60, 60 + window)}
-        )
-        for count in n
+        sorted({*range(sinks), *draw(st.permutations(range(sinks, 60)))[:count], *tail}) for count in n
     ]
-    attn = [draw(st.lists(SCORES, min_size=len(p) - window, max_size=len(p) - window)) for p in positions]
+    before = [max(len(p) - window, 0) for p in positions]
+    attn = [draw(st.lists(SCORES, min_size=count, max_size=count)) for count in before]
     policy = {"window": window, "sinks": sinks, "head_floor": draw(st.sampled_from([0.0, 0.2, 0.5, 1.0]))}
     return policy, positions, attn, draw(st.integers(least, 45))
 
@@ -81,7 +80,30 @@ def test_heads_share_a_budget_as_by_brute_force(case, aggregate):
     assert got == want
     total = sum(len(p) for p in positions)
     assert sum(got) == min(total, budget * len(positions))
-    assert all(policy.window + policy.sinks < b <= len(p) for b, p in zip(got, positions, strict=True))
+    least = policy.window + policy.sinks + 1
+    assert all(min(least, len(p)) <= b <= len(p) for b, p in zip(got, positions, strict=True))
+
+
+@given(
+    st.sampled_from(["uniform", "pyramid"]), st.integers(1, 8), st.integers(0, 5), st.integers(1, 3000), st.data(),
+)  # fmt: skip
+@settings(max_examples=400, deadline=None)
+def test_layers_share_a_budget_as_by_the_formula(layers, window, sinks, free, data):
+    policy, budget = KVPolicy(layers=layers, window=window, sinks=sinks), free + window + sinks
+    # layers differ by what they kept before; some have less than they could keep
+    n = data.draw(st.lists(st.integers(window + sinks + 1, 7000), min_size=1, max_size=40))
+    got = share_over_layers(policy, budget, n)
+    assert got == layer_budgets(layers, budget, window + sinks, n)
+    assert sum(got) == min(sum(n), budget * len(n))
+    assert all(window + sinks < b <= most for b, most in zip(got, n, strict=True))
+
+
+def test_a_pyramid():
+    """Free entries from 2 F - F / 20 to F / 20, F = 100."""
+    policy = KVPolicy(layers="pyramid", window=16, sinks=4)
+    got = share_over_layers(policy, 120, [1000] * 11)
+    assert got == [20 + free for free in (195, 176, 157, 138, 119, 100, 81, 62, 43, 24, 5)]
+    assert share_over_layers(policy, 120, [130] * 11) == [130] * 9 + [125, 25]
 
 
 def splitmix64(x):

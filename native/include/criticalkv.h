@@ -80,6 +80,13 @@ enum criticalkv_heads {
     CRITICALKV_HEADS_ADAPTIVE = 2, /* as many as the best entries of the layer are in it (Ada-KV, arXiv 2407.11550) */
 };
 
+/* How the layers share the budget, which is then their mean. */
+enum criticalkv_layers {
+    CRITICALKV_LAYERS_UNIFORM  = 0, /* each layer the same */
+    CRITICALKV_LAYERS_PYRAMID  = 1, /* falling in equal steps from the first to the last (PyramidKV, arXiv 2406.02069) */
+    CRITICALKV_LAYERS_ADAPTIVE = 2, /* as many as the best entries of all layers are in it; adaptive heads only */
+};
+
 struct criticalkv_params {
     int32_t  budget; /* entries to keep per KV head and layer, window and sinks included; 0: only on explicit request */
     int32_t  slack;  /* entries over the budget that generation may add before it evicts again, >= 1 */
@@ -91,6 +98,7 @@ struct criticalkv_params {
     int32_t  value;      /* enum criticalkv_value */
     int32_t  norm;       /* enum criticalkv_norm */
     int32_t  heads;      /* enum criticalkv_heads */
+    int32_t  layers;     /* enum criticalkv_layers */
     double   alpha;      /* share of the free budget that stage 1 takes, 0..1 */
     double   eps;        /* added to the attention in stage 2 (mean aggregate only), >= 0 */
     uint64_t seed;       /* of CRITICALKV_SCORE_RANDOM */
@@ -106,7 +114,7 @@ struct criticalkv_stats {
     bool    ragged;          /* whether heads may hold different numbers of entries now */
     bool    evicted;         /* whether entries were evicted since the cache was last cleared, or before it was saved */
     int64_t n_tokens;        /* positions of the sequence so far, evicted ones included */
-    int64_t n_entries;       /* entries of one head now; of adaptive heads the mean, the same in all layers */
+    int64_t n_entries;       /* entries of one head now; where heads or layers differ the mean over all heads */
     int64_t n_entries_peak;  /* the most that one head has held at the start of a decode, or now */
     int64_t bytes_entries;   /* bytes of K and V of all entries now */
     int64_t bytes_allocated; /* bytes of the K and V buffers as allocated */
@@ -259,6 +267,10 @@ CRITICALKV_API int32_t criticalkv_select(const struct criticalkv_params * params
 CRITICALKV_API int criticalkv_share(const struct criticalkv_params * params, int32_t budget, int32_t il,
                                     int32_t n_head_kv, const int32_t * n, const int32_t * pos, const float * attn,
                                     int32_t * out);
+
+/* How layers share a budget: out gets the budget of each of the layers, which hold n[layer] entries per head. */
+CRITICALKV_API int criticalkv_share_layers(const struct criticalkv_params * params, int32_t budget, int32_t n_layers,
+                                           const int32_t * n, int32_t * out);
 
 /* A hash over names, shapes and types of all weights and over the values of the small ones (norms, biases): it tells
  * kinds of models apart, not every two models of the same shape. 0 without a store. */

@@ -270,6 +270,18 @@ int criticalkv_share(const criticalkv_params * params, int32_t budget, int32_t i
     });
 }
 
+int criticalkv_share_layers(const criticalkv_params * params, int32_t budget, int32_t n_layers, const int32_t * n,
+                            int32_t * out) {
+    return guarded([&] {
+        require_pointer(params, "params");
+        require_pointer(n, "n");
+        require_pointer(out, "out");
+        criticalkv::check_params(*params);
+        const auto budgets = criticalkv::share_over_layers(*params, budget, { n, n + std::max(n_layers, 0) });
+        std::copy(budgets.begin(), budgets.end(), out);
+    });
+}
+
 uint64_t criticalkv_model_fingerprint(const llama_context * ctx) {
     uint64_t h = 0;
     guarded([&] { h = store_of(ctx).fingerprint(); });

@@ -25,6 +25,10 @@ int32_t least_budget(const criticalkv_params & params) {
     return params.window + params.sinks + 1;
 }
 
+bool is_uniform(const criticalkv_params & params) {
+    return params.heads != CRITICALKV_HEADS_ADAPTIVE && params.layers == CRITICALKV_LAYERS_UNIFORM;
+}
+
 bool reads_cache(const criticalkv_params & params) {
     return params.score != CRITICALKV_SCORE_RECENCY && params.score != CRITICALKV_SCORE_RANDOM;
 }
@@ -42,6 +46,10 @@ void check_params(const criticalkv_params & p) {
     require(p.value >= CRITICALKV_VALUE_NONE && p.value <= CRITICALKV_VALUE_CAOTE, "value", p.value, "0 to 3");
     require(p.norm >= CRITICALKV_NORM_GRAM && p.norm <= CRITICALKV_NORM_L1, "norm", p.norm, "0 to 2");
     require(p.heads >= CRITICALKV_HEADS_UNIFORM && p.heads <= CRITICALKV_HEADS_ADAPTIVE, "heads", p.heads, "0 to 2");
+    require(p.layers >= CRITICALKV_LAYERS_UNIFORM && p.layers <= CRITICALKV_LAYERS_ADAPTIVE, "layers", p.layers,
+            "0 to 2");
+    require(p.layers != CRITICALKV_LAYERS_ADAPTIVE || p.heads == CRITICALKV_HEADS_ADAPTIVE, "layers", p.layers,
+            "2 for adaptive heads only");
     require(p.head_floor >= 0.0 && p.head_floor <= 1.0, "head_floor", p.head_floor, "0 to 1");
     require(p.measure == 0 || p.measure == 1, "measure", p.measure, "0 or 1");
     require(p.score != CRITICALKV_SCORE_RANDOM || p.heads != CRITICALKV_HEADS_SHARED, "heads", p.heads,
@@ -77,6 +85,7 @@ criticalkv_params criticalkv_params_default(void) {
     p.value      = CRITICALKV_VALUE_CRITICAL;
     p.norm       = CRITICALKV_NORM_GRAM;
     p.heads      = CRITICALKV_HEADS_UNIFORM;
+    p.layers     = CRITICALKV_LAYERS_UNIFORM;
     p.alpha      = 0.5;
     p.eps        = 1e-4;
     p.head_floor = 0.2;

@@ -11,6 +11,9 @@ void check_params(const criticalkv_params & params);
 // Least budget that leaves one entry to choose.
 int32_t least_budget(const criticalkv_params & params);
 
+// Whether all heads of all layers keep the same number of entries.
+bool is_uniform(const criticalkv_params & params);
+
 // Whether scores come from keys (and queries); the others are made of positions alone.
 bool reads_cache(const criticalkv_params & params);
 

@@ -13,13 +13,6 @@
 
 namespace criticalkv {
 
-int32_t entries_while_reading(const prefill & p, size_t i, int32_t il, int32_t n) {
-    if (i < p.kept.size()) {
-        return p.budget;
-    }
-    return il == p.window.layer ? n : p.entries;
-}
-
 // ---- graphs of one layer -----------------------------------------------------------------------------------------------
 
 llm_graph_cb store::window_callback(llama_memory_i * memory, llm_graph_result * res, llm_graph_cb cb) {
@@ -87,6 +80,9 @@ ggml_context_ptr store::make_hidden(int64_t n) const {
 }
 
 std::string store::refuse_prefill(llama_context & lctx) {
+    if (params.layers == CRITICALKV_LAYERS_ADAPTIVE) {
+        return "with adaptive layers, what one of them keeps depends on all";
+    }
     if (!windows_examined) {
         try {
             windows_refused = examine_windows(lctx);
@@ -156,7 +152,7 @@ void store::enter_layer(int32_t il, const slots_snapshot & slots) {
 // All of the prompt is in a layer: it keeps what its budget allows.
 void store::leave_layer(llama_context & lctx, layer & l, int64_t capacity) {
     note_entries();
-    const auto keep = choose_layer(lctx, l, reading->budget);
+    const auto keep = choose_layer(lctx, l, reading->budgets[&l - layers.data()]);
     const auto now  = measure_layer(lctx, l, keep);
     const auto t0   = ggml_time_us();
     kv_rows    rows = compact_layer(lctx, l, capacity, keep, bases_of(l, keep));
@@ -247,7 +243,9 @@ void store::read_prompt(llama_context & lctx, const int32_t * tokens, int32_t n,
     started->first    = n_positions();
     started->n_tokens = n;
     started->budget   = new_budget;
+    started->budgets  = budgets_of_layers(new_budget, n);
     started->entries  = n_entries();
+    started->slots    = n_used();
     if (n_entries() > 0) {
         started->before = context_state(lctx);
     }

@@ -29,8 +29,11 @@ struct layer_window {
 struct prefill {
     int32_t first    = 0;  // position of its first token
     int32_t n_tokens = 0;
-    int32_t budget   = 0;  // that the layers before the last were evicted to
+    int32_t budget   = 0;  // to evict to
     int32_t entries  = 0;  // per KV head, before its first token
+    int32_t slots    = 0;  // likewise
+
+    std::vector<int32_t> budgets;  // [layers with a cache]
 
     layer_window window;
 
@@ -47,9 +50,6 @@ struct prefill {
     const char *                            refused = nullptr;
     std::unordered_set<const ggml_tensor *> dropped;  // tensors that were there before the cut
 };
-
-// Entries per KV head of layer number i of those with a cache, il of the model, while layer p.window.layer holds n.
-int32_t entries_while_reading(const prefill & p, size_t i, int32_t il, int32_t n);
 
 // Thrown by the callback at the end of a window: nothing above it shall be built.
 struct window_complete {};

@@ -118,6 +118,33 @@ std::vector<int32_t> select_entries(const criticalkv_params & params, int32_t bu
     return kept;
 }
 
+std::vector<int32_t> share_over_layers(const criticalkv_params & params, int32_t budget,
+                                       const std::vector<int32_t> & n) {
+    constexpr int64_t    BETA     = 20;
+    const int64_t        n_layers = (int64_t) n.size();
+    std::vector<int32_t> budgets(n.size(), budget);
+    if (params.layers == CRITICALKV_LAYERS_PYRAMID && n_layers > 1) {
+        const int64_t mean  = budget - params.window - params.sinks;
+        const int64_t least = std::max<int64_t>(1, mean / BETA);
+        const int64_t most  = 2 * mean - least;
+        const auto    sum   = [&](int64_t i) {  // over the first i layers
+            return i * most - (most - least) * i * (i - 1) / (2 * (n_layers - 1));
+        };
+        for (int64_t i = 0; i < n_layers; ++i) {
+            budgets[i] = params.window + params.sinks + (int32_t) (sum(i + 1) - sum(i));
+        }
+    }
+    int64_t left = 0;
+    for (int round = 0; round < 2; ++round) {
+        for (size_t i = 0; i < n.size(); ++i) {
+            const int64_t wanted = budgets[i] + left;
+            budgets[i]           = (int32_t) std::min<int64_t>(wanted, n[i]);
+            left                 = wanted - budgets[i];
+        }
+    }
+    return budgets;
+}
+
 // An entry that heads compete for.
 struct candidate {
     double  score;

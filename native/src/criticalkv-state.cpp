@@ -7,6 +7,7 @@
 // no rows. (What it reads would reach memory only after the state is in force.)
 
 #include "criticalkv-error.h"
+#include "criticalkv-params.h"
 #include "criticalkv-store.h"
 #include "llama-context.h"
 #include "llama-io.h"
@@ -19,7 +20,7 @@
 namespace criticalkv {
 
 static constexpr uint32_t STATE_MAGIC   = 0x31564B43;  // "CKV1"
-static constexpr uint32_t STATE_VERSION = 3;
+static constexpr uint32_t STATE_VERSION = 4;
 
 [[noreturn]] static void reject_state(const std::string & why) {
     set_last_error("the state cannot be loaded: " + why);
@@ -42,6 +43,7 @@ state_header store::make_header() const {
     h.params.value      = params.value;
     h.params.norm       = params.norm;
     h.params.heads      = params.heads;
+    h.params.layers     = params.layers;
     h.params.alpha      = params.alpha;
     h.params.eps        = params.eps;
     h.params.seed       = params.seed;
@@ -123,7 +125,7 @@ static void check_header(const state_header & got, const state_header & want, in
         reject_state("it holds " + std::to_string(got.n_entries) + " entries, this cache has room for " +
                      std::to_string(n_cells));
     }
-    const bool ragged = got.evicted != 0 && want.params.heads == CRITICALKV_HEADS_ADAPTIVE;
+    const bool ragged = got.evicted != 0 && !is_uniform(want.params);
     if (got.n_slots < 0 || (ragged ? got.n_slots > got.n_entries : got.n_slots != got.n_entries)) {
         reject_state("its numbers contradict each other");
     }
@@ -176,8 +178,10 @@ void store::check_loaded(const loaded_state & state) const {
     if (n_after < 0 || (h.evicted != 0 && first.back() + 1 + n_after != h.n_positions)) {
         reject_state("its numbers contradict each other");
     }
+    int64_t total   = 0;
+    int64_t n_heads = 0;
     for (const auto & heads : state.kept) {
-        int64_t total = 0;
+        n_heads += (int64_t) heads.size();
         for (const auto & head : heads) {
             const int64_t below = count_below(head, h.tail_start);
             const bool    same  = (ragged ? below > 0 : below == n_below) &&
@@ -187,9 +191,9 @@ void store::check_loaded(const loaded_state & state) const {
             }
             total += h.n_slots + (ragged ? below - 1 : 0);
         }
-        if (total / (int64_t) heads.size() != h.n_entries) {
-            reject_state("its heads do not hold as many entries as it says");
-        }
+    }
+    if (total / n_heads != h.n_entries) {
+        reject_state("its heads do not hold as many entries as it says");
     }
 }
 

@@ -124,17 +124,12 @@ const llama_kv_cells & store::cells() const {
     return cache.v_cells[0];
 }
 
-// All heads of a layer together have as many entries as if they shared them evenly, so there is no remainder.
-static int64_t mean_base(const layer & l) {
-    return std::accumulate(l.rows.base.begin(), l.rows.base.end(), (int64_t) 0) / l.info.n_head_kv;
-}
-
 int32_t store::n_used() const {
     return (int32_t) cells().get_used();
 }
 
 bool store::is_ragged() const {
-    return params.heads == CRITICALKV_HEADS_ADAPTIVE;
+    return !criticalkv::is_uniform(params);
 }
 
 int32_t store::entries_of(const layer & l, int32_t head) const {
@@ -145,12 +140,38 @@ int32_t store::entries_of(const layer & l, int32_t head) const {
     if (i < reading->kept.size()) {
         return (int32_t) reading->kept[i][head].size();
     }
-    return (int32_t) (l.rows.base_of(head) - mean_base(l)) + reading->entries;
+    return (int32_t) l.rows.base_of(head) + reading->slots;
 }
 
-// All layers have the same number in all of their heads together; while a prompt is read, those that it has not passed.
+int32_t store::entries_of(const layer & l) const {
+    int32_t n = 0;
+    for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
+        n += entries_of(l, head);
+    }
+    return n;
+}
+
+// While a prompt is read, as if all layers had seen of it what the cells have.
 int32_t store::n_entries() const {
-    return reading ? reading->entries + n_positions() - reading->first : n_used() + (int32_t) mean_base(layers[0]);
+    if (reading) {
+        return reading->entries + n_positions() - reading->first;
+    }
+    int64_t n       = 0;
+    int64_t n_heads = 0;
+    for (const layer & l : layers) {
+        n += entries_of(l);
+        n_heads += l.info.n_head_kv;
+    }
+    return (int32_t) (n / n_heads);
+}
+
+// Of layers that have seen n_more tokens more; entries per head, where heads differ their mean.
+std::vector<int32_t> store::budgets_of_layers(int32_t budget, int32_t n_more) const {
+    std::vector<int32_t> n;
+    for (const layer & l : layers) {
+        n.push_back(entries_of(l) / l.info.n_head_kv + n_more);
+    }
+    return share_over_layers(params, budget, n);
 }
 
 // Once entries are evicted now.
@@ -222,9 +243,8 @@ static int64_t bytes_per_entry(const layer & l) {
 
 int64_t store::bytes_entries() const {
     int64_t bytes = 0;
-    for (size_t i = 0; i < layers.size(); ++i) {
-        bytes += bytes_per_entry(layers[i]) *
-                 (reading ? entries_while_reading(*reading, i, layers[i].il, n_entries()) : n_entries());
+    for (const layer & l : layers) {
+        bytes += bytes_per_entry(l) / l.info.n_head_kv * entries_of(l);
     }
     return bytes;
 }
@@ -505,28 +525,69 @@ layer_scores store::scores(llama_context & lctx, int32_t il) {
     return out;
 }
 
-head_lists store::choose_layer(llama_context & lctx, layer & l, int32_t new_budget) {
-    const int64_t t0 = ggml_time_us();
-    layer_scores  scored;
-    if (reads_cache(params)) {
-        scored = compute_scores(lctx, l);
-    }
-    const int64_t             t1 = ggml_time_us();
+// The entries of one layer with their scores, which live here.
+struct scored_layer {
+    layer_scores              scores;
     head_lists                pos;
     std::vector<head_entries> heads;
+};
+
+static head_lists select_heads(const criticalkv_params & params, const scored_layer & from, const int32_t * budgets) {
+    head_lists keep;
+    for (size_t head = 0; head < from.heads.size(); ++head) {
+        keep.push_back(select_entries(params, budgets[head], from.heads[head]));
+    }
+    return keep;
+}
+
+scored_layer store::score_layer(llama_context & lctx, layer & l) {
+    const int64_t t0 = ggml_time_us();
+    scored_layer  s;
+    if (reads_cache(params)) {
+        s.scores = compute_scores(lctx, l);
+    }
     for (int32_t head = 0; head < l.info.n_head_kv; ++head) {
-        pos.push_back(positions(l, head));
-        const float * attn = scored.attn.empty() ? nullptr : scored.attn.data() + scored.first[head];
-        const float * norm = scored.norm.empty() ? nullptr : scored.norm.data() + scored.first[head];
-        heads.push_back({ l.il, head, (int32_t) pos[head].size(), pos[head].data(), attn, norm });
+        s.pos.push_back(positions(l, head));
+        const float * attn = s.scores.attn.empty() ? nullptr : s.scores.attn.data() + s.scores.first[head];
+        const float * norm = s.scores.norm.empty() ? nullptr : s.scores.norm.data() + s.scores.first[head];
+        s.heads.push_back({ l.il, head, (int32_t) s.pos[head].size(), s.pos[head].data(), attn, norm });
     }
+    counters.seconds_score += (double) (ggml_time_us() - t0) * 1e-6;
+    return s;
+}
+
+head_lists store::choose_layer(llama_context & lctx, layer & l, int32_t new_budget) {
+    const scored_layer s       = score_layer(lctx, l);
+    const int64_t      t0      = ggml_time_us();
+    const auto         budgets = share_budget(params, new_budget, s.heads);
+    head_lists         keep    = select_heads(params, s, budgets.data());
+    counters.seconds_select += (double) (ggml_time_us() - t0) * 1e-6;
+    return keep;
+}
+
+layer_lists store::choose_layers(llama_context & lctx, int32_t new_budget) {
+    layer_lists keep;
+    if (params.layers != CRITICALKV_LAYERS_ADAPTIVE) {
+        const std::vector<int32_t> budgets = budgets_of_layers(new_budget, 0);
+        for (size_t i = 0; i < layers.size(); ++i) {
+            keep.push_back(choose_layer(lctx, layers[i], budgets[i]));
+        }
+        return keep;
+    }
+    std::vector<scored_layer> scored;
+    std::vector<head_entries> heads;
+    for (layer & l : layers) {
+        scored.push_back(score_layer(lctx, l));
+        heads.insert(heads.end(), scored.back().heads.begin(), scored.back().heads.end());
+    }
+    const int64_t              t0      = ggml_time_us();
     const std::vector<int32_t> budgets = share_budget(params, new_budget, heads);
-    head_lists                 keep;
-    for (size_t head = 0; head < heads.size(); ++head) {
-        keep.push_back(select_entries(params, budgets[head], heads[head]));
+    const int32_t *            next    = budgets.data();
+    for (const scored_layer & s : scored) {
+        keep.push_back(select_heads(params, s, next));
+        next += s.heads.size();
     }
-    counters.seconds_score += (double) (t1 - t0) * 1e-6;
-    counters.seconds_select += (double) (ggml_time_us() - t1) * 1e-6;
+    counters.seconds_select += (double) (ggml_time_us() - t0) * 1e-6;
     return keep;
 }
 
@@ -581,11 +642,10 @@ void store::run_eviction(llama_context & lctx, int32_t new_budget, int32_t new_s
         finish_prompt(lctx, new_budget, new_slack);
         return;
     }
-    layer_lists              keep;
+    const layer_lists        keep = choose_layers(lctx, new_budget);
     std::vector<measurement> now;
-    for (layer & l : layers) {
-        keep.push_back(choose_layer(lctx, l, new_budget));
-        now.push_back(measure_layer(lctx, l, keep.back()));
+    for (size_t i = 0; i < layers.size(); ++i) {
+        now.push_back(measure_layer(lctx, layers[i], keep[i]));
     }
     const int64_t        t0       = ggml_time_us();
     const int64_t        capacity = evicted_capacity(new_budget, new_slack);

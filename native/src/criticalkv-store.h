@@ -102,6 +102,7 @@ struct layer_scores {
 };
 
 struct observation;  // (criticalkv-score.h)
+struct scored_layer;
 struct slots_snapshot;
 
 // A ring of queries like that of a layer, where its cache is.
@@ -297,9 +298,10 @@ class store {
 
     llama_kv_cells &       cells();
     const llama_kv_cells & cells() const;
-    bool                   is_ragged() const;  // whether evictions leave heads with different numbers of entries
+    bool                   is_ragged() const;  // whether evictions leave heads or layers with different numbers of entries
     int32_t                n_used() const;     // slots that hold an entry
     int32_t                n_entries() const;  // of one head, the mean
+    int32_t                entries_of(const layer & l) const;  // of all its heads
     int32_t                n_positions() const;
     std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
     bool                   can_remove(int32_t p0, int32_t p1) const;
@@ -330,7 +332,10 @@ class store {
     void         weigh_values(llama_context & lctx, layer & l, const observation & o, float * out);
     layer_scores compute_scores(llama_context & lctx, layer & l);
     head_lists   positions_of(const layer & l, const head_lists & keep) const;
+    scored_layer score_layer(llama_context & lctx, layer & l);
     head_lists   choose_layer(llama_context & lctx, layer & l, int32_t budget);
+    layer_lists  choose_layers(llama_context & lctx, int32_t budget);
+    std::vector<int32_t> budgets_of_layers(int32_t budget, int32_t n_more) const;
     measurement  measure_layer(llama_context & lctx, layer & l, const head_lists & keep);
     void         compact_in_place(const layer_lists & keep) noexcept;
     std::vector<kv_rows> compact(llama_context & lctx, const layer_lists & keep, int64_t capacity);

@@ -7,10 +7,12 @@ rank by a score alone.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 SCORED = ("keydiff", "knorm", "random", "snapkv", "tova")  # by the numbers in attn alone
 METHODS = (*SCORED, "caote", "critical-max", "criticalkv", "streamingllm", "vatp")
@@ -83,6 +85,23 @@ def share(
         budgets.append(len(at) - len(free) + len(best))
     for _, _, head in sorted(pool)[: left - sum(budgets)]:
         budgets[head] += 1
+    return budgets
+
+
+def layer_budgets(layers: str, budget: int, protected: int, n: Sequence[int]) -> list[int]:
+    """Budgets of layers that hold n entries per head, `budget` on average (PyramidKV, arXiv 2406.02069, beta 20)."""
+    free, last = budget - protected, len(n) - 1
+    least = max(1, free // 20)
+    want = [Fraction(free)] * len(n)
+    if layers == "pyramid" and last > 0:
+        want = [2 * free - least - Fraction(2 * (free - least) * i, last) for i in range(len(n))]
+    edges = [math.ceil(sum(want[:i])) for i in range(len(n) + 1)]
+    budgets = [protected + b - a for a, b in itertools.pairwise(edges)]
+    left = 0
+    for i in [*range(len(n)), *range(len(n))]:
+        wanted = budgets[i] + left
+        budgets[i] = min(wanted, n[i])
+        left = wanted - budgets[i]
     return budgets
 
 
