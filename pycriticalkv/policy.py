@@ -57,8 +57,9 @@ class KVPolicy:
             ``"shared"``: all of them keep the same ones, by the mean of their scores (TOVA, arXiv 2401.06104);
             ``"adaptive"``: the budget is their mean, and a head gets as many as the best entries of the layer, by the
             score alone, are in it (Ada-KV, arXiv 2407.11550).
-        layers: ``"uniform"``: each layer has the same budget; ``"pyramid"``: it falls in equal steps from nearly twice the
-            budget in the first layer to nearly the protected entries in the last (PyramidKV, arXiv 2406.02069);
+        layers: ``"uniform"``: each layer has the same budget; ``"pyramid"``: it falls in equal steps from nearly twice
+            the budget in the first layer to little more than what is always kept in the last (PyramidKV, arXiv
+            2406.02069; of what is free, from 39/20 to 1/20 of the mean; what a layer cannot use goes to the next);
             ``"adaptive"``: as ``heads="adaptive"``, which it needs, but among the heads of all layers. The budget is
             their mean. Adaptive layers are chosen together, so ``prefill="exact"`` is not possible.
         norm: The norm of a value projected by W_O: ``"gram"`` (L2, one matrix per KV head), ``"l2"`` (per query

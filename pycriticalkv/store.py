@@ -312,8 +312,8 @@ class Store:
     def read(self, which: str, il: int) -> npt.NDArray[np.float32]:
         """Keys ``"k"``, values ``"v"`` or saved queries ``"q"`` of a layer: [n, heads, head size].
 
-        Where heads may hold different numbers of entries, keys and values come head by head as [n of all, 1, head size];
-        ``read_heads`` splits them.
+        Where heads may hold different numbers of entries, keys and values come head by head, as [n of all, 1, head
+        size]; ``read_heads`` splits them.
         """
         kind = {"k": lib.CRITICALKV_TENSOR_K, "v": lib.CRITICALKV_TENSOR_V, "q": lib.CRITICALKV_TENSOR_Q}[which]
         size = lib.criticalkv_read(self._ctx, kind, il, ffi.NULL, 0)

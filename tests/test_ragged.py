@@ -1,4 +1,4 @@
-"""Heads and layers that hold different numbers of entries: ``heads="adaptive"``, ``layers="pyramid"``, ``"adaptive"``."""
+"""Heads and layers that hold different numbers of entries: ``heads="adaptive"``, ``layers="pyramid"`` and so on."""
 
 from __future__ import annotations
 
@@ -213,7 +213,9 @@ def test_whatever_differs_the_mean_is_the_budget(model, load, tokens, policy, mo
 @pytest.mark.parametrize("kind", [1, 2])
 @EACH
 def test_a_state_comes_back(model, load, tokens, arch, kind, policy):
-    one, other = (load(model(arch), kv_policy=policy, prefill="full", type_k=kind, type_v=kind, **COMMON) for _ in range(2))
+    one, other = (
+        load(model(arch), kv_policy=policy, prefill="full", type_k=kind, type_v=kind, **COMMON) for _ in range(2)
+    )
     greedy(one, tokens(300), 10)
     saved, before = one.save_state(), kept(one)
     more, want = tokens(60, seed=5), []

@@ -82,8 +82,8 @@ enum criticalkv_heads {
 
 /* How the layers share the budget, which is then their mean. */
 enum criticalkv_layers {
-    CRITICALKV_LAYERS_UNIFORM  = 0, /* each layer the same */
-    CRITICALKV_LAYERS_PYRAMID  = 1, /* falling in equal steps from the first to the last (PyramidKV, arXiv 2406.02069) */
+    CRITICALKV_LAYERS_UNIFORM = 0, /* each layer the same */
+    CRITICALKV_LAYERS_PYRAMID = 1, /* falling in equal steps from the first to the last (PyramidKV, arXiv 2406.02069) */
     CRITICALKV_LAYERS_ADAPTIVE = 2, /* as many as the best entries of all layers are in it; adaptive heads only */
 };
 

@@ -26,7 +26,8 @@ std::vector<int32_t> select_entries(const criticalkv_params & params, int32_t bu
 // beta 20): what is free after the protected entries falls in equal steps from 2F - F/20 in the first layer to F/20 (at
 // least 1) in the last, F of the mean; the sum over the first layers is rounded up. What a layer cannot use goes to the
 // next ones, then to the first. The budgets add up to the number of layers * budget exactly, if there are that many.
-std::vector<int32_t> share_over_layers(const criticalkv_params & params, int32_t budget, const std::vector<int32_t> & n);
+std::vector<int32_t> share_over_layers(const criticalkv_params & params, int32_t budget,
+                                       const std::vector<int32_t> & n);
 
 // The budgets of all KV heads of a layer, `budget` on average. Uniform and shared heads all get it. Adaptive ones (Ada-KV, arXiv
 // 2407.11550, algorithm 1): each head gets its protected entries and head_floor of the mean rest for its own best; what is

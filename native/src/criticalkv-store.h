@@ -298,32 +298,32 @@ class store {
 
     llama_kv_cells &       cells();
     const llama_kv_cells & cells() const;
-    bool                   is_ragged() const;  // whether evictions leave heads or layers with different numbers of entries
-    int32_t                n_used() const;     // slots that hold an entry
-    int32_t                n_entries() const;  // of one head, the mean
-    int32_t                entries_of(const layer & l) const;  // of all its heads
-    int32_t                n_positions() const;
-    std::vector<int32_t>   window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
-    bool                   can_remove(int32_t p0, int32_t p1) const;
-    void                   clear_cache();            // metadata only
-    int64_t                capacity() const;         // entries per head that all layers have room for
-    int64_t                padded(int64_t n) const;  // rows of memory for n entries
-    int64_t                evicted_capacity(int64_t budget, int64_t slack) const;
-    int32_t                next_tail_start() const;
-    std::vector<int64_t>   bases_of(const layer & l, const head_lists & keep) const;
-    int64_t                bytes_allocated() const;
-    void                   note_allocated(int64_t bytes);
-    int64_t                bytes_entries() const;
-    void                   note_entries();
-    void                   resize_layer(layer & l, int64_t capacity);
-    void                   resize(int64_t capacity);
-    void                   shrink_layers(int64_t capacity);
-    state_header           make_header() const;
-    void                   check_loaded(const loaded_state & state) const;
-    kv_rows                read_ragged(llama_io_read_i & io, const layer & l, const loaded_state & state) const;
-    void                   allocate();
-    void                   run(llama_context & lctx, const request & what);
-    void                   expect_buffer_sizes(llama_context & lctx);
+    bool    is_ragged() const;  // whether evictions leave heads or layers with different numbers of entries
+    int32_t n_used() const;     // slots that hold an entry
+    int32_t n_entries() const;  // of one head, the mean
+    int32_t entries_of(const layer & l) const;  // of all its heads
+    int32_t n_positions() const;
+    std::vector<int32_t> window_queries() const;  // positions whose queries are in the ring, the tail of the sequence
+    bool                 can_remove(int32_t p0, int32_t p1) const;
+    void                 clear_cache();            // metadata only
+    int64_t              capacity() const;         // entries per head that all layers have room for
+    int64_t              padded(int64_t n) const;  // rows of memory for n entries
+    int64_t              evicted_capacity(int64_t budget, int64_t slack) const;
+    int32_t              next_tail_start() const;
+    std::vector<int64_t> bases_of(const layer & l, const head_lists & keep) const;
+    int64_t              bytes_allocated() const;
+    void                 note_allocated(int64_t bytes);
+    int64_t              bytes_entries() const;
+    void                 note_entries();
+    void                 resize_layer(layer & l, int64_t capacity);
+    void                 resize(int64_t capacity);
+    void                 shrink_layers(int64_t capacity);
+    state_header         make_header() const;
+    void                 check_loaded(const loaded_state & state) const;
+    kv_rows              read_ragged(llama_io_read_i & io, const layer & l, const loaded_state & state) const;
+    void                 allocate();
+    void                 run(llama_context & lctx, const request & what);
+    void                 expect_buffer_sizes(llama_context & lctx);
 
     std::vector<lora_part>  loras_of(const llama_context & lctx, const layer & l) const;
     observation             observe(const layer & l, const head_range & of) const;
@@ -336,8 +336,8 @@ class store {
     head_lists   choose_layer(llama_context & lctx, layer & l, int32_t budget);
     layer_lists  choose_layers(llama_context & lctx, int32_t budget);
     std::vector<int32_t> budgets_of_layers(int32_t budget, int32_t n_more) const;
-    measurement  measure_layer(llama_context & lctx, layer & l, const head_lists & keep);
-    void         compact_in_place(const layer_lists & keep) noexcept;
+    measurement          measure_layer(llama_context & lctx, layer & l, const head_lists & keep);
+    void                 compact_in_place(const layer_lists & keep) noexcept;
     std::vector<kv_rows> compact(llama_context & lctx, const layer_lists & keep, int64_t capacity);
     void                 commit(layer_lists kept, std::vector<kv_rows> rows);
     void                 run_eviction(llama_context & lctx, int32_t budget, int32_t slack);
